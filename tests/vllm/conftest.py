@@ -14,13 +14,13 @@ from support.vllm_traffic import Expected
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of the tiny model."""
+    """Directory of the tiny model."""
     return write_llama(tmp_path_factory.mktemp("model") / "llama")
 
 
 @pytest.fixture(scope="session")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of the model with two KV groups."""
+    """Directory of the model with two KV groups."""
     return write_llama(tmp_path_factory.mktemp("model") / "hybrid", HYBRID)
 
 

@@ -44,7 +44,7 @@ def world(tmp_path: Path) -> Iterator[Callable[..., World]]:
 @pytest.mark.parametrize("policy", BUILTIN)
 @pytest.mark.parametrize("verify", ["tiers", "always"])
 def test_every_policy_serves_what_was_stored(world: Callable[..., World], policy: str, verify: str) -> None:
-    """Random trees of requests; every hit is read, and is the block that it should be."""
+    """Serve random trees of requests; every hit is read and compared."""
     rng, rig = (
         random.Random(f"{policy}{verify}"),
         world(24, policy=policy, verify=verify, admission="reuse:2"),
@@ -60,13 +60,13 @@ def test_every_policy_serves_what_was_stored(world: Callable[..., World], policy
     assert served > 100
 
 
-def test_a_hit_refreshes_what_the_device_served(world: Callable[..., World]) -> None:
+def test_a_hit_refreshes_the_blocks_served_by_the_device(world: Callable[..., World]) -> None:
     rig = world(4)
     path = [key(1), key(2), key(3)]
     rig.serve("first", path)
     rig.serve("other", [key(8)])
     ctx = rig.request("turn 2", path)
-    # The device has the first two: vLLM asks for the third, and has noted all of them.
+    # The device has the first two blocks: vLLM looks up the third, and has noted all of them.
     assert rig.hits(ctx, path[2:]) == 1
     rig.manager.prepare_load(path[2:], ctx)
     rig.manager.complete_load(set(path[2:]), ctx)
@@ -104,10 +104,10 @@ def test_a_prefix_larger_than_the_pool_keeps_its_head_and_ends(world: Callable[.
     ctx = rig.request("again", path)
     assert rig.hits(ctx, path) == 4
     rig.manager.prepare_load(path[:4], ctx)
-    assert rig.manager.prepare_store(path[4:], ctx) is None, "a transfer runs: later, perhaps"
+    assert rig.manager.prepare_store(path[4:], ctx) is None, "refused for now, while a transfer runs"
     rig.manager.complete_load(set(path[:4]), ctx)
     output = rig.manager.prepare_store(path[4:], ctx)
-    assert output.keys_to_store == [], "never: not to be offered again at each step"
+    assert output.keys_to_store == [], "refused forever, so that vLLM does not offer it in each step"
 
 
 def test_transfers_end_late_and_in_pieces(world: Callable[..., World]) -> None:
@@ -132,7 +132,7 @@ def test_transfers_end_late_and_in_pieces(world: Callable[..., World]) -> None:
     assert rig.manager.core.stats().evictable == 3
 
 
-def test_what_a_worker_could_not_copy_is_forgotten(world: Callable[..., World]) -> None:
+def test_blocks_that_a_worker_could_not_copy_are_forgotten(world: Callable[..., World]) -> None:
     rig = world(8)
     path = [key(number) for number in range(4)]
     ctx = rig.request("r", path)
@@ -147,10 +147,10 @@ def test_what_a_worker_could_not_copy_is_forgotten(world: Callable[..., World]) 
     assert rig.manager.lookup(path[2], ctx) is HIT
     rig.manager.on_request_finished(ctx)
     rig.check()
-    assert rig.serve("again", path) == (0, path[:2]), "and can be stored again"
+    assert rig.serve("again", path) == (0, path[:2]), "the blocks can be stored again"
 
 
-def test_damage_is_a_miss_before_it_is_a_hit(world: Callable[..., World]) -> None:
+def test_damaged_block_is_a_miss(world: Callable[..., World]) -> None:
     rig = world(24, verify="always")
     path = [key(number) for number in range(6)]
     rig.serve("r", path)
@@ -209,7 +209,7 @@ def test_a_wait_for_verification_blocks_no_other_request(world: Callable[..., Wo
 def test_a_preempted_request_loads_in_the_step_after_the_report(
     world: Callable[..., World], begins: str
 ) -> None:
-    """vLLM dies if the step that reports a preemption, by a reset, also begins a load of the request."""
+    """vLLM crashes if the step that reports a preemption by a reset also begins a load of the request."""
     rig, path = world(8), [key(number) for number in range(4)]
     rig.serve("r", path)
     ctx = rig.request("a", path)
@@ -219,19 +219,19 @@ def test_a_preempted_request_loads_in_the_step_after_the_report(
         rig.manager.complete_load({*path}, ctx)
     elif begins == "stores":
         rig.manager.on_schedule_end(base.ScheduleEndContext(["a"], []))
-        rig.store(ctx, [key(50)])  # as vLLM does: in the step, after its end was reported
+        rig.store(ctx, [key(50)])  # like vLLM: in the same step, after the report of the request's end
     else:
         rig.manager.on_schedule_end(base.ScheduleEndContext(["a"], []))
     assert rig.lookup(ctx, path) is None
     assert rig.lookup(ctx, path) is None
     rig.manager.on_schedule_end(base.ScheduleEndContext([], ["a"]))
     assert rig.hits(ctx, path) == 4
-    # Not reported, as after a load that failed: it waits for one step.
+    # A preemption without a report, as after a failed load: the request waits for one step.
     rig.manager.prepare_load(path, ctx)
     rig.manager.complete_load({*path}, ctx)
     assert rig.lookup(ctx, path) is None
     rig.manager.on_schedule_end(base.ScheduleEndContext([], []))
-    # vLLM does not report that a preempted request resumes, here without a load: it may run after any answer.
+    # vLLM does not report that a preempted request resumes without a load: it may run after any answer.
     for _ in range(3):
         assert rig.lookup(ctx, path) == 4
         rig.manager.on_schedule_end(base.ScheduleEndContext([], []))
@@ -242,7 +242,7 @@ def test_a_preempted_request_loads_in_the_step_after_the_report(
 
 
 def test_a_request_that_ran_without_a_lookup_waits_for_a_step_as_well(world: Callable[..., World]) -> None:
-    """vLLM asks for nothing where the GPU's cache covers the prompt."""
+    """vLLM makes no lookup if the GPU's cache covers the prompt."""
     rig, path = world(8), [key(number) for number in range(4)]
     rig.serve("r", path)
     ctx = rig.request("a", path)
@@ -255,7 +255,7 @@ def test_a_request_that_ran_without_a_lookup_waits_for_a_step_as_well(world: Cal
     rig.check()
 
 
-def test_reset_while_everything_is_under_way(world: Callable[..., World]) -> None:
+def test_reset_during_loads_and_stores(world: Callable[..., World]) -> None:
     rig = world(8, verify="always")
     path = [key(number) for number in range(4)]
     rig.serve("r", path)
@@ -268,7 +268,7 @@ def test_reset_while_everything_is_under_way(world: Callable[..., World]) -> Non
     rig.manager.reset_cache()
     rig.check()
     assert rig.manager.core.stats().free == 8
-    # Neither is ever completed. Both go on, and store nothing of what the reset was to forget.
+    # Neither transfer is ever completed. Both requests continue, and store no block from before the reset.
     assert rig.hits(ctx, path) == 0
     assert rig.store(ctx, path).keys_to_store == []
     for request in (ctx, other):
@@ -278,7 +278,9 @@ def test_reset_while_everything_is_under_way(world: Callable[..., World]) -> Non
     assert not rig.manager._arrivals
 
 
-def test_an_error_of_ours_stops_nothing(world: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_internal_error_does_not_stop_the_engine(
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
     rig = world(8)
     path = [key(number) for number in range(4)]
     rig.serve("r", path)
@@ -302,7 +304,7 @@ def test_an_error_of_ours_stops_nothing(world: Callable[..., World], monkeypatch
             reported = rig.manager.get_stats()
         assert rig.manager.broken, call
         assert "'vllm:kvoffload_internal_errors': {(): 1}" in repr(reported.data), (
-            "errors are reported all the same"
+            "errors are reported nevertheless"
         )
         assert "'vllm:kvoffload_paused': {(): 1}" in repr(reported.data), call
         assert rig.manager.lookup(path[0], rig.request("after", path)) is MISS
@@ -357,7 +359,7 @@ class Later:
 
 
 class Script:
-    """A connector that does whatever it may, driven by choices."""
+    """A connector that makes any permitted call, chosen by `draw`."""
 
     def __init__(self, world: World, draw: Callable[[int], int]) -> None:
         self.world, self.manager, self.draw = world, world.manager, draw
@@ -408,10 +410,10 @@ class Script:
         if not self.jobs:
             return
         ctx, keys, store = self.jobs.pop(self.draw(len(self.jobs)))
-        part = set(sorted(keys)[: 1 + self.draw(len(keys))])
-        if keys - part:
-            self.jobs.append((ctx, keys - part, store))
-        (self.manager.complete_store if store else self.manager.complete_load)(part, ctx)
+        ended = set(sorted(keys)[: 1 + self.draw(len(keys))])
+        if keys - ended:
+            self.jobs.append((ctx, keys - ended, store))
+        (self.manager.complete_store if store else self.manager.complete_load)(ended, ctx)
 
     def finish(self) -> None:
         name = self.pick()
@@ -438,7 +440,7 @@ class Script:
 @pytest.mark.parametrize("verify", ["tiers", "always"])
 @given(data=st.data(), policy=st.sampled_from(["lru", "arc", "s3fifo"]))
 def test_any_order(tmp_path_factory: pytest.TempPathFactory, verify: str, data: Any, policy: str) -> None:
-    """Requests begin, ask, load, store, end in pieces and finish in any order, with resets between."""
+    """Requests begin, look up, load, store, end in pieces and finish in any order, with resets in between."""
     rig = World(tmp_path_factory.mktemp("pool"), 6, verify=verify, policy=policy)
     script = Script(rig, lambda below: data.draw(st.integers(0, below - 1)))
     for _ in range(data.draw(st.integers(5, 60))):
@@ -453,8 +455,8 @@ def with_parameters(parameters: Any, name: str = "a") -> Any:
 
 def test_hints_of_a_user_reach_the_manager(tmp_path: Path) -> None:
     rig = World(tmp_path, 4)
-    said = {"session_over": True, "priority": 3, "time_to_live_s": 600, "tenant": "them"}
-    ctx = with_parameters({"kvoffload": said, "other": 1})
+    given = {"session_over": True, "priority": 3, "time_to_live_s": 600, "tenant": "them"}
+    ctx = with_parameters({"kvoffload": given, "other": 1})
     rig.manager.on_new_request(ctx)
     rig.manager.lookup(key(1), ctx)
     began = rig.manager._requests["a"].ctx
@@ -466,7 +468,7 @@ def test_hints_of_a_user_reach_the_manager(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "why"),
+    ("given", "why"),
     [
         ({"tenants": "a"}, "unknown field `tenants`"),
         ({"time_to_live_s": -1}, r">= 0.* - at `\$.time_to_live_s`"),
@@ -477,9 +479,9 @@ def test_hints_of_a_user_reach_the_manager(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_hints_of_a_user_are_named_and_ignored(
-    tmp_path: Path, said: Any, why: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, given: Any, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    parameters = {"kvoffload": said}
+    parameters = {"kvoffload": given}
     with pytest.raises(
         ValueError, match=f"kv_transfer_params: kvoffload: .*{why}.*allowed: session_over, pri"
     ):
@@ -560,7 +562,7 @@ def test_a_request_that_ends_during_a_pause_is_forgotten_by_the_reset(world: Cal
     rig.manager.on_request_finished(waiting)
     rig.manager.reset_cache()
     assert [*rig.manager._requests] == ["running"]
-    assert rig.manager.core.stats().expected == 4, "the request that runs"
+    assert rig.manager.core.stats().expected == 4, "the blocks of the running request"
     rig.manager.on_request_finished(running)
     assert not rig.manager._requests
     assert rig.manager.core.stats().expected == 0

@@ -1,4 +1,4 @@
-"""The audit in real engines: blocks of a sound engine are equal, planted faults are different."""
+"""The audit in real engines: it finds equal blocks in a sound engine, and every planted fault."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 CHATS = conversations(2, documents=8, turns=4)
 ALL = {"share": 1.0}
 HALF = {"share": 0.5}
-"""By the ids of requests, which are the same in every run: the other half loads blocks."""
+"""Audits half of the requests, by their ids, which are equal in every run; the other half loads blocks."""
 
 
 def serve(engine: Engine, rounds: int, seed: int = 5) -> None:
@@ -75,7 +75,7 @@ def as_bytes(values: np.ndarray, value_type: str) -> np.ndarray:
 
 @pytest.mark.parametrize("value_type", LIMITS)
 def test_rounding_is_small_and_other_values_are_large(value_type: str) -> None:
-    """Keys are a hundred times as large as values, as in many models; only values change."""
+    """Only values change; keys are a hundred times as large, as in many models."""
     rng = np.random.default_rng(3)
     keys, values = rng.standard_normal(1024) * 100, rng.standard_normal(1024)
     block = as_bytes(np.concatenate([keys, values]), value_type)
@@ -113,7 +113,7 @@ class Rig:
         generator = torch.Generator().manual_seed(1)
         tensors = [torch.randn((20, size // 4), generator=generator) for size in self.PAGES]
         caches = CanonicalKVCaches(
-            tensors=[CanonicalKVCacheTensor(one, 4 * one.shape[1]) for one in tensors],
+            tensors=[CanonicalKVCacheTensor(tensor, 4 * tensor.shape[1]) for tensor in tensors],
             group_data_refs=[[CanonicalKVCacheRef(t, size) for t, size in group] for group in self.GROUPS],
         )
         self.tensors, layout = tensors, Layout.of(caches, per_chunk)
@@ -146,8 +146,8 @@ class Rig:
         return bytes(self.pool.part(1))
 
     def results(self) -> list[int]:
-        found: list[int] = self.pool.take_findings(self.slots)["result"].tolist()
-        return found
+        values: list[int] = self.pool.take_findings(self.slots)["result"].tolist()
+        return values
 
 
 @pytest.mark.parametrize("per_chunk", [1, 3])
@@ -164,11 +164,11 @@ def test_audited_blocks_are_compared_and_not_written(tmp_path: Path, per_chunk: 
     rig.tensors[3][last, 0] = 9.0  # the third group
     rig.pool.findings[0] = np.array((EQUAL, 0, 0, 0.0), rig.pool.findings.dtype)
     assert rig.store([True] * 4) == before
-    found = rig.pool.take_findings(rig.slots)
-    assert found["result"].tolist() == [EQUAL, CLOSE, DIFFERENT, UNJUDGED]
-    assert found["group"].tolist()[1:3] == [0, 1]
-    assert found["tensor"].tolist()[1:3] == [0, 2]
-    assert 0.0005 < found["difference"][1] < 0.002 < 0.9 < found["difference"][2]
+    findings = rig.pool.take_findings(rig.slots)
+    assert findings["result"].tolist() == [EQUAL, CLOSE, DIFFERENT, UNJUDGED]
+    assert findings["group"].tolist()[1:3] == [0, 1]
+    assert findings["tensor"].tolist()[1:3] == [0, 2]
+    assert 0.0005 < findings["difference"][1] < 0.002 < 0.9 < findings["difference"][2]
     # One job may write some blocks and compare others.
     rig.pool.findings[0] = np.array((EQUAL, 0, 0, 0.0), rig.pool.findings.dtype)
     assert rig.store([False, True, False, True]) != before
@@ -181,7 +181,7 @@ def test_audited_blocks_are_compared_and_not_written(tmp_path: Path, per_chunk: 
 def test_a_comparison_that_the_engine_may_have_overtaken_counts_for_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With late fences: the engine waits for a job whose comparison has not ended."""
+    """With late fences, the engine waits for a job whose comparison has not ended."""
     rig, hold = Rig(tmp_path, 1), threading.Event()
     rig.store(None)
     read = rig.auditor._read
@@ -202,7 +202,7 @@ def test_a_comparison_that_the_engine_may_have_overtaken_counts_for_nothing(
     assert rig.results()[0] == DIFFERENT
     monkeypatch.setattr(rig.auditor, "_read", lambda *_: 1 / 0)
     rig.store([True] * 4)
-    assert rig.results() == [0] * 4, "an error in a comparison ends nothing"
+    assert rig.results() == [0] * 4, "an error in a comparison has no effect"
     rig.worker.shutdown()
 
 
@@ -259,7 +259,7 @@ def fault_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_blocks_computed_after_a_damaged_load_are_found(
     start_engine: Callable[..., Engine], hybrid: Path, fault_file: Path, fault: str
 ) -> None:
-    """A fault of loads is in no stored block; it is in the blocks that are computed and stored after it."""
+    """A faulty load damages no stored block, but the blocks that are computed and stored after the load."""
     fault_file.write_text("none")
     extra = {"spec_name": "KVOffloadSpec", "spec_module_path": "kvoffload.integrations.vllm"}
     transfer = {
@@ -276,7 +276,7 @@ def test_blocks_computed_after_a_damaged_load_are_found(
     assert sound["different"] == 0
     fault_file.write_text(fault)
     assert reset_engine(engine)
-    # How many blocks are computed after a damaged load and audited later depends on the order of transfers.
+    # The number of audited blocks that follow a damaged load depends on the order of transfers.
     for seed in range(20):
         serve(engine, rounds=3, seed=seed)
         if audited()["different"]:
@@ -296,13 +296,13 @@ def test_a_store_that_copies_too_early_is_found(
     is_dropped: bool,
     stops: bool,
 ) -> None:
-    """One layer is stored before it is computed, with a valid checksum. Verification cannot find that."""
+    """A layer stored before it is computed has a valid checksum, so that only the audit can find it."""
     (sound_store, layers) = copies._store, Counter[int]()
 
-    def early_store(tensor: Any, blocks: Any, part: Any, slots: Any) -> None:
+    def early_store(tensor: Any, blocks: Any, layout_part: Any, slots: Any) -> None:
         layers[id(tensor)] += 1
         last = next(reversed(layers)) == id(tensor) and len(layers) > 1
-        sound_store(np.zeros_like(tensor) if last else tensor, blocks, part, slots)
+        sound_store(np.zeros_like(tensor) if last else tensor, blocks, layout_part, slots)
 
     audit = {"first": 1000, "on_difference": reaction}
     engine = start_engine(llama, {"ram": "64MiB", "audit": audit, "verify": "always"})

@@ -1,4 +1,4 @@
-"""The canary on real servers: every planted fault is found, and no sound server raises an alarm."""
+"""The canary on real servers: it finds every planted fault, and raises no alarm on a sound server."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from support.vllm_needs import OWN_CONNECTORS, needs
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 NUM_SOUND_RUNS = int(os.environ.get("KVOFFLOAD_SOUND_RUNS", "1"))
-"""For each server, without a fault; 200 in `make soak`."""
+"""Sound runs for each server; 200 in `make soak`."""
 
 
-def part(number: int) -> list[str]:
-    """Return a fifth of the faults: a run takes 6 s. Every server has all faults in `make soak`."""
+def fifth(number: int) -> list[str]:
+    """Return a fifth of the faults, because a run takes 6 s. `make soak` tests all faults on every server."""
     return FAULTS if NUM_SOUND_RUNS > 1 else FAULTS[number::5]
 
 
@@ -36,7 +36,7 @@ SMALL = (
     *("--token-ids", "10:1000", "--num-prompts", "8", "--answer-tokens", "8"),
     *("--chunk-tokens", "128", "--quiet"),
 )
-"""The model's tokenizer knows no English."""
+"""Options for a model whose tokenizer knows no English."""
 
 
 def run(server: Server, *options: str) -> tuple[int, dict[str, Any]]:
@@ -54,7 +54,7 @@ def faulty(
     dtype: str,
     extra: dict[str, Any] | None,
 ) -> Iterator[tuple[Server, Path]]:
-    """A server whose connector has the fault named in a file, and this file.
+    """Run a server whose connector has the fault named in a file; yields the server and this file.
 
     Args:
         extra: options of vLLM's connectors; None for our specification.
@@ -70,7 +70,7 @@ def faulty(
         transfer["kv_connector_module_path"] = "support.faulty_cpu_connectors"
         disk = {"disk_path": str(tmp_path / "disk")} if "kv_offload_backend" in extra else {}
         transfer["kv_connector_extra_config"] = {**extra, **disk}
-    # 64 blocks: concurrent prompts fit, and a few fillers push them out. Prefill in chunks of two blocks.
+    # 64 blocks: concurrent prompts fit, and a few fillers evict them. Prefill in chunks of two blocks.
     flags = {"--dtype": dtype, "--num-gpu-blocks-override": 64, "--max-num-batched-tokens": 64}
     environment = {"VLLM_SERVER_DEV_MODE": "1"}
     with running(
@@ -85,7 +85,7 @@ def faulty(
 
 
 def check_sound(server: Server, count: int) -> None:
-    """Sound servers raise no alarm, one seed after the other."""
+    """Check that a sound server raises no alarm with any seed."""
     for seed in range(1, count + 1):
         code, report = run(server, "--seed", str(seed), *(() if seed % 2 else ("--may-reset",)))
         assert code == 0, (seed, report)
@@ -93,7 +93,7 @@ def check_sound(server: Server, count: int) -> None:
 
 
 def check(server: Server, fault: Path, faults: list[str]) -> None:
-    """Each fault changes bytes and is found; sound runs before and after raise no alarm."""
+    """Check that each fault changes bytes and is found, and that sound runs before and after are silent."""
     check_sound(server, NUM_SOUND_RUNS)
     for name in faults:
         fault.write_text(name)
@@ -107,9 +107,9 @@ def check(server: Server, fault: Path, faults: list[str]) -> None:
 
 
 WITHOUT_OUR_CODE = [
-    ("llama", "FaultySimpleCPUOffloadConnector", "bfloat16", part(2), _RAM),
-    ("hybrid", "FaultySimpleCPUOffloadConnector", "float32", part(3), _DISK),
-    ("hybrid", "FaultyNativeConnector", "float32", part(4), _NATIVE),
+    ("llama", "FaultySimpleCPUOffloadConnector", "bfloat16", fifth(2), _RAM),
+    ("hybrid", "FaultySimpleCPUOffloadConnector", "float32", fifth(3), _DISK),
+    ("hybrid", "FaultyNativeConnector", "float32", fifth(4), _NATIVE),
 ]
 """vLLM's own schedulers, managers and workers; only streams and copies of CUDA are replaced."""
 
@@ -118,8 +118,8 @@ WITHOUT_OUR_CODE = [
     ("model", "connector", "dtype", "faults", "extra"),
     [
         ("hybrid", "FaultyKVOffloadConnector", "float32", FAULTS, None),
-        ("llama", "FaultyKVOffloadConnector", "bfloat16", part(0), None),
-        ("llama", "FaultyOffloadingConnector", "float32", part(1), None),
+        ("llama", "FaultyKVOffloadConnector", "bfloat16", fifth(0), None),
+        ("llama", "FaultyOffloadingConnector", "float32", fifth(1), None),
         *(pytest.param(*case, marks=needs(*OWN_CONNECTORS)) for case in WITHOUT_OUR_CODE),
     ],
 )

@@ -38,7 +38,7 @@ def test_prefixes_at_once(start_engine: Callable[..., Any], llama: Path, on_llam
     prefix_lengths: list[int] = []
     lookup = engine.manager.lookup_prefix
     engine.manager.lookup_prefix = lambda keys, ctx: prefix_lengths.append(len(keys)) or lookup(keys, ctx)
-    engine.manager.lookup = None  # key by key: never
+    engine.manager.lookup = None  # fails if vLLM looks up single keys
     side = engine.connector.connector_scheduler
     sources: list[tuple[Any, Any]] = []
     get_sources = side.get_external_cache_hit_sources
@@ -65,8 +65,8 @@ def victim(start_engine: Callable[..., Any], llama: Path, on_llama: Expected) ->
     return start_engine(llama, VICTIM, connector=True, **SMALL_STEPS)
 
 
-def test_what_the_gpu_drops_comes_back(victim: Any, on_llama: Expected) -> None:
-    """47 blocks in the engine, 81 in the prompts: the engine drops what RAM then gives back."""
+def test_blocks_evicted_by_the_gpu_are_loaded(victim: Any, on_llama: Expected) -> None:
+    """The engine has 47 blocks, the prompts 81: the engine loads its evicted blocks from RAM."""
     for _ in range(3):
         on_llama.check(victim, NINE)
     victim.drain()
@@ -77,7 +77,7 @@ def test_what_the_gpu_drops_comes_back(victim: Any, on_llama: Expected) -> None:
     audit(victim.manager.core)
 
 
-def test_nothing_is_stored_that_the_gpu_keeps(victim: Any) -> None:
+def test_blocks_kept_by_the_gpu_are_not_stored(victim: Any) -> None:
     victim.forget_device()
     victim.llm.reset_prefix_cache(reset_connector=True)
     before = victim.manager.core.stats()
@@ -89,7 +89,7 @@ def test_nothing_is_stored_that_the_gpu_keeps(victim: Any) -> None:
     assert (after.stored - before.stored, after.loaded - before.loaded) == (0, 0)
 
 
-def test_what_came_back_is_kept_without_a_copy(victim: Any, on_llama: Expected) -> None:
+def test_loaded_blocks_are_kept_without_a_copy(victim: Any, on_llama: Expected) -> None:
     victim.llm.reset_prefix_cache(reset_connector=True)
     for _ in range(6):
         for prompt, tokens in zip(on_llama.prompts[:5], on_llama.answers, strict=False):
@@ -122,7 +122,7 @@ def test_stress(victim: Any, on_llama: Expected, seed: int) -> None:
 def test_few_free_blocks_fall_back_to_storing_at_once(
     start_engine: Callable[..., Any], llama: Path, on_llama: Expected
 ) -> None:
-    """A step may take 64 blocks, the engine has 23: half of them is the window, mostly in use."""
+    """A step may take 64 blocks, but the engine has 23: the window is half of these, mostly in use."""
     engine = start_engine(
         llama, VICTIM, connector=True, num_gpu_blocks_override=24, max_num_batched_tokens=2048
     )
@@ -136,7 +136,7 @@ def test_few_free_blocks_fall_back_to_storing_at_once(
 
 
 def test_two_kv_groups(start_engine: Callable[..., Any], hybrid: Path, on_hybrid: Expected) -> None:
-    """Layers that see the whole prefix and layers that see 80 tokens back: two groups of blocks."""
+    """Some layers attend to the whole prefix, others to the last 80 tokens: two groups of blocks."""
     settings = SMALL_STEPS | {"disable_hybrid_kv_cache_manager": False}
     engine = start_engine(hybrid, VICTIM, connector=True, **settings)
     assert len(engine.connector.connector_scheduler.config.kv_group_configs) == 2
@@ -154,7 +154,7 @@ def test_two_kv_groups(start_engine: Callable[..., Any], hybrid: Path, on_hybrid
         ({}, {"enable_prefix_caching": False}, "prefix caching"),
     ],
 )
-def test_what_cannot_be(
+def test_impossible_settings_are_refused(
     start_engine: Callable[..., Any], llama: Path, offload: Any, settings: Any, message: str
 ) -> None:
     from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
@@ -164,7 +164,7 @@ def test_what_cannot_be(
     ensure_kv_transfer_shutdown()
 
 
-def test_what_the_engine_knows_of_a_request_reaches_the_policy(
+def test_hints_of_the_engine_reach_the_policy(
     start_engine: Callable[..., Any], llama: Path, on_llama: Expected
 ) -> None:
     engine = start_engine(llama, {"ram": "32MiB", "policy": "hazard"}, connector=True, **SMALL_STEPS)
@@ -185,8 +185,8 @@ def test_what_the_engine_knows_of_a_request_reaches_the_policy(
         {"extra_args": {"kv_transfer_params": {"kvoffload": {"session_over": True, "tenant": "a"}}}},
         {"extra_args": {"kv_transfer_params": {"kvoffload": {"tenants": "a"}}}},
     ]
-    for more in parameters:
-        sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 2, "ignore_eos": False} | more)
+    for extra in parameters:
+        sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 2, "ignore_eos": False} | extra)
         engine.llm.generate([{"prompt_token_ids": on_llama.prompts[0]}], sampling, use_tqdm=False)
     salted = {"prompt_token_ids": on_llama.prompts[0], "cache_salt": "their secret"}
     engine.llm.generate([salted], SamplingParams(temperature=0.0, max_tokens=2), use_tqdm=False)
@@ -205,22 +205,22 @@ def test_what_the_engine_knows_of_a_request_reaches_the_policy(
     audit(core)
 
 
-def test_what_waiting_requests_will_ask_for_is_expected(
+def test_blocks_of_waiting_requests_are_expected(
     start_engine: Callable[..., Any], llama: Path, on_llama: Expected
 ) -> None:
-    """A single request runs at a time, and the others wait."""
+    """One request runs at a time, and the others wait."""
     engine = start_engine(llama, {"ram": "32MiB"}, connector=True, max_num_seqs=1, **SMALL_STEPS)
     core, expected_blocks = engine.manager.core, list[int]()
     withdraw = core.withdraw
     core.withdraw = lambda ctx: expected_blocks.append(core.counters().expected) or withdraw(ctx)
     assert engine.tokens(on_llama.prompts[:NINE]) == on_llama.answers[:NINE]
     engine.drain()
-    assert expected_blocks == [*range(81, 0, -9)], "81 blocks in all, nine fewer with each that is served"
+    assert expected_blocks == [*range(81, 0, -9)], "81 blocks in all, nine fewer after each request"
     assert core.counters().expected == 0
     audit(core)
 
 
-def test_who_is_preempted_waits_again(
+def test_a_preempted_request_waits_again(
     start_engine: Callable[..., Any], llama: Path, on_llama: Expected
 ) -> None:
     engine = start_engine(llama, {"ram": "32MiB"}, connector=True)
@@ -242,14 +242,14 @@ def test_who_is_preempted_waits_again(
 def test_works_inside_a_multi_connector(
     start_engine: Callable[..., Any], llama: Path, on_llama: Expected, tmp_path: Path, store: str
 ) -> None:
-    """The child's configuration names no specification: its metrics ended the engine at the first report."""
-    ours = {
+    """A child's configuration that names no specification once crashed the engine at its first report."""
+    our_config = {
         "kv_connector": "KVOffloadConnector",
         "kv_connector_module_path": "kvoffload.integrations.vllm.connector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"ram": "4MiB", "store": store},
     }
-    other = {
+    other_config = {
         "kv_connector": "ExampleConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
@@ -258,7 +258,7 @@ def test_works_inside_a_multi_connector(
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"connectors": [ours, other]},
+        "kv_connector_extra_config": {"connectors": [our_config, other_config]},
     }
     engine = start_engine(llama, None, kv_transfer_config=transfer)
     for _ in range(3):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from support.vllm_needs import CONNECTOR, needs  # first: it skips where vLLM is not installed
+from support.vllm_needs import CONNECTOR, needs  # the first import: it skips if vLLM is not installed
 
 # isort: split
 from kvoffload.tiering.tiered_manager import TieredManager
@@ -38,7 +38,7 @@ def victim(start_engine: Callable[..., Any], llama: Path, on_llama: Expected) ->
 
 
 def wrong_answers(engine: Any, expected: Expected, seed: int) -> int:
-    """Drive the engine from empty caches; returns how many answers are wrong."""
+    """Drive the engine from empty caches; returns the number of wrong answers."""
     engine.drain()
     engine.llm.reset_prefix_cache(reset_connector=True)
     outcome = drive(engine, expected.chats, expected.chat_answers, seed, REQUESTS)
@@ -56,9 +56,9 @@ def test_no_answer_is_wrong(victim: Any, on_llama: Expected, runner: str, order:
     after = victim.manager.core.stats()
     assert copied.num_copies > 0
     assert victim.num_zeroed > 0
-    assert after.loaded > before.loaded, "blocks come back all the same"
+    assert after.loaded > before.loaded, "blocks are loaded nevertheless"
     if runner == V1:
-        assert victim.worker.num_overwritten == dropped, "V1 needs no store dropped"
+        assert victim.worker.num_overwritten == dropped, "with V1 no store is dropped"
     check_nothing_is_left(victim)
 
 
@@ -66,7 +66,7 @@ def test_no_answer_is_wrong(victim: Any, on_llama: Expected, runner: str, order:
 def test_the_emulation_shows_wrong_answers_without_the_guard(
     victim: Any, on_llama: Expected, order: str
 ) -> None:
-    """Negative control: V2's order, and a worker that assumes V1's. The guard corrects the same requests."""
+    """Negative control: V2's order with a worker that assumes V1's. The guard corrects the same requests."""
     put_in_order(victim, V2, order, guarded=False)
     wrong = {seed: wrong_answers(victim, on_llama, seed) for seed in range(3)}
     while not any(wrong.values()):

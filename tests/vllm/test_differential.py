@@ -1,6 +1,6 @@
-"""Our manager beside vLLM's real one: the same calls, and where the answers must be equal, and where not.
+"""Differential test of our manager and vLLM's: equal calls give equal answers, except for named differences.
 
-Needs an environment with vLLM (``make vllm-env``); ``make test-vllm`` runs this there.
+Needs an environment with vLLM (``make vllm-env``); ``make test-vllm`` runs it there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from support.vllm_needs import COUNTS_OF_OFFERS, ORDER, VERSION, needs
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("threshold", [1, 2])
 def test_lru_decides_as_vllm_does(seed: int, threshold: int) -> None:
-    """Whole paths that fit: equal hits, stores, evictions in order, and contents. The seed is in the name."""
+    """For whole paths that fit: equal hits, stores, ordered evictions and contents. The name has the seed."""
     vllm_side, our_side = Theirs(64, "lru", threshold), Ours(64, "lru", threshold)
     paths = random_paths(seed, 600, 20)
     for number, path in enumerate(paths):
@@ -52,14 +52,14 @@ def test_both_give_the_golden_numbers(
         assert (round(hits / trace.block_refs, 6), stored) == (ratio, written), type(manager).__name__
 
 
-# Where we differ on purpose. Each test shows what both do.
+# Intended differences. Each test shows the behaviour of both managers.
 
 
 def test_difference_head_first_partial_store() -> None:
     vllm_side, our_side = Theirs(4, "lru"), Ours(4, "lru")
     path = [key(number) for number in range(6)]
     assert vllm_side.serve("r", path) == (0, []), "all or nothing"
-    assert our_side.serve("r", path) == (0, path[:4]), "as much of the head as there is room for"
+    assert our_side.serve("r", path) == (0, path[:4]), "as many leading blocks as fit"
 
 
 @needs(*COUNTS_OF_OFFERS)
@@ -89,8 +89,8 @@ def test_difference_ghost_hits_enter_t2() -> None:
 
 
 @needs(*ORDER)
-def test_difference_a_hit_refreshes_what_the_device_served() -> None:
-    """Head on the device, tail here: vLLM's manager sees only the tail and evicts the head."""
+def test_difference_a_hit_refreshes_the_blocks_served_by_the_device() -> None:
+    """The head is on the device, the tail in RAM: vLLM's manager sees only the tail and evicts the head."""
     head, tail, new = [key(1), key(2)], [key(3)], [key(9)]
     vllm_side, our_side = Theirs(4, "lru"), Ours(4, "lru")
     for manager in (vllm_side, our_side):
@@ -111,7 +111,7 @@ def test_difference_a_hit_refreshes_what_the_device_served() -> None:
 
 
 def test_difference_a_request_does_not_evict_its_own_head() -> None:
-    """Stored in two pieces, as chunked prefill does: vLLM protects only the keys of the call.
+    """A request stored in two pieces, as with chunked prefill: vLLM protects only the keys of the call.
 
     Since 0.33 it evicts the tail of the first piece before the head; blocks behind the gap are unreachable.
     """

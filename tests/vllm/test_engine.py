@@ -1,4 +1,4 @@
-"""A real engine that offloads through kvoffload: equal tokens, loaded blocks, and a control that fails."""
+"""A real engine that offloads through kvoffload: equal tokens, loaded blocks, and a negative control."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from support.vllm_traffic import (
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 THREE = 3
-"""Prompts: the engine has room for two of them, so each evicts the others."""
+"""Number of prompts: the engine has room for two, so each evicts the others."""
 
 
 def logprobs(engine: Any, prompt: list[int]) -> list[dict[int, float]]:
@@ -56,7 +56,7 @@ def test_loaded_prefixes_give_the_same_tokens(engine: Any, on_llama: Expected) -
     recorder.remove()
     assert engine.manager.core.stats().stored == 27, "nine whole blocks of each prompt, once"
     assert loaded(engine) >= 27
-    assert (recorder.compared, recorder.different) == (loaded(engine), 0), "bytes as they were stored"
+    assert (recorder.compared, recorder.different) == (loaded(engine), 0), "loaded bytes equal stored bytes"
     check_nothing_is_left(engine)
 
 
@@ -72,8 +72,8 @@ def test_a_reset_under_a_request_that_loads_in_the_same_step(engine: Any, on_lla
     check_nothing_is_left(engine)
 
 
-def test_log_probs_are_those_of_the_engines_own_hits(engine: Any, on_llama: Expected) -> None:
-    """Equal to the last bit: both compute the same twelve tokens after the same 288."""
+def test_log_probs_equal_the_ones_of_hits_in_the_gpu_cache(engine: Any, on_llama: Expected) -> None:
+    """They are equal to the last bit: both compute the same twelve tokens after the same 288."""
     for prompt in on_llama.prompts[:THREE]:
         engine.tokens([prompt])
         before = loaded(engine)
@@ -87,7 +87,7 @@ def test_log_probs_are_those_of_the_engines_own_hits(engine: Any, on_llama: Expe
 def test_events_match_the_contents_of_ram(
     engine: Any, on_llama: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The published events, applied to a set, give the blocks of our manager, with their tokens."""
+    """Applying the published events to a set gives the blocks of our manager, with their tokens."""
     from vllm.distributed.kv_events import BlockRemoved, BlockStored
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
@@ -116,7 +116,7 @@ def test_events_match_the_contents_of_ram(
 
 @needs(*COUNTS_EVERY_STEP)
 def test_metrics_under_vllms_own(engine: Any, on_llama: Expected, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Metrics of this process in ``/metrics`` of a server, when no request runs."""
+    """Without a running request, ``/metrics`` of a server has the metrics of this process."""
     monkeypatch.setattr(engine.manager.metrics, "interval_s", 1e9)
     from prometheus_client import REGISTRY
 
@@ -146,7 +146,7 @@ def test_metrics_under_vllms_own(engine: Any, on_llama: Expected, monkeypatch: p
 
 @pytest.mark.parametrize("how", ["zeros", "noise", "other slots"])
 def test_wrong_bytes_change_the_tokens(engine: Any, on_llama: Expected, how: str) -> None:
-    """The negative control: without verification the engine computes with the damaged bytes."""
+    """Negative control: without verification the engine computes with the damaged bytes."""
     assert engine.core.reset_prefix_cache(reset_connector=True)
     # Blocks of these prompts that earlier tests stored in other slots would have the right bytes.
     engine.manager.pool.slots[:] = 0
@@ -160,8 +160,8 @@ def test_wrong_bytes_change_the_tokens(engine: Any, on_llama: Expected, how: str
     assert loaded(engine) == before + 27
     engine.manager.pool.slots[:] = kept
     engine.forget_device()
-    for answer, right in zip(answers, on_llama.answers, strict=False):
-        wrong = sum(map(operator.ne, answer, right))
+    for answer, expected in zip(answers, on_llama.answers, strict=False):
+        wrong = sum(map(operator.ne, answer, expected))
         assert wrong > ANSWER_TOKENS / 2, "far more tokens than rounding can change"
     on_llama.check(engine, THREE)
 
@@ -185,7 +185,7 @@ def test_a_failing_worker_stops_nothing(
     assert engine.worker.num_failed >= 1
     check_nothing_is_left(engine)
     engine.forget_device()
-    assert engine.tokens([on_llama.prompts[0]])[0] == on_llama.answers[0], "and it goes on"
+    assert engine.tokens([on_llama.prompts[0]])[0] == on_llama.answers[0], "the engine continues"
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -209,13 +209,13 @@ def test_stress(engine: Any, on_llama: Expected, seed: int) -> None:
     assert after.loaded > before.loaded
     if seed == 1:
         assert after.evicted > before.evicted
-    else:  # where a reset comes soon after the last, RAM is never full
+    else:  # with resets in quick succession RAM is never full
         assert after.discarded > before.discarded
     check_nothing_is_left(engine)
 
 
 def test_bf16_keeps_its_bytes(start_engine: Callable[..., Any], llama: Path) -> None:
-    """The type that users run. Answers depend on the processor, so the test compares loaded bytes instead."""
+    """In bf16, which users run, answers depend on the processor; the test compares loaded bytes instead."""
     chats = conversations(2, documents=8, turns=4)
     engine = start_engine(llama, {"ram": "4MiB", "policy": "arc"}, dtype="bfloat16")
     recorder = Recorder(engine)

@@ -1,4 +1,4 @@
-"""The same on other engines: verified pools, chunks of several blocks, several KV groups."""
+"""Real engines with verified pools, chunks of several blocks, or several KV groups."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.vllm_traffic import Expected, check_nothing_is_left, damage, drive
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 TWO = 2
-"""Prompts: 18 whole blocks, as many as the pools here have room for beside a request or two."""
+"""Prompts of 18 whole blocks: the pools of these tests have room for them and one or two requests more."""
 
 
 def stress(engine: Any, expected: Expected, seed: int, resets: float = 0.005) -> None:
@@ -31,7 +31,7 @@ def stress(engine: Any, expected: Expected, seed: int, resets: float = 0.005) ->
 def test_a_damaged_block_is_computed_again(
     start_engine: Callable[..., Any], llama: Path, on_llama: Expected
 ) -> None:
-    """With ``verify: always`` damage in the pool changes nothing but a counter."""
+    """With ``verify: always`` damage in the pool changes only a counter."""
     engine = start_engine(llama, {"ram": "4MiB", "verify": "always", "policy": "s3fifo"})
     on_llama.check(engine, TWO)
     engine.forget_device()
@@ -46,8 +46,8 @@ def test_a_damaged_block_is_computed_again(
         after = engine.manager.core.stats()
         assert after.loaded == before.loaded, "no damaged block is loaded"
         assert after.discarded > before.discarded
-        assert after.stored == before.stored + (after.discarded - before.discarded), "and stored again"
-    # A request ends the checks that it does not need, so that each request finds at least one damaged block.
+        assert after.stored == before.stored + (after.discarded - before.discarded), "each is stored again"
+    # A request stops checking at the first damaged block, so each request finds at least one.
     for _ in range(18):
         engine.forget_device()
         before = engine.manager.core.stats()
@@ -70,7 +70,7 @@ def test_a_damaged_block_is_computed_again(
 
 
 def engine_keys(engine: Any, prompt: list[int]) -> list[bytes]:
-    """The keys of a prompt, by asking vLLM."""
+    """Return vLLM's keys of a prompt, overheard from a lookup."""
     noted: list[bytes] = []
     core, begin, touch = engine.manager.core, engine.manager.core.begin_request, engine.manager.core.touch
 
@@ -123,13 +123,13 @@ def test_two_kv_groups(
         damage(engine, "noise")
         on_hybrid.check(engine, TWO)
         assert engine.manager.core.stats().discarded > 0
-    # Chunks that have lost blocks to the sliding window, and resets under running requests: vLLM's scheduler
-    # offers blocks that are others' now, here and there, so it takes some rounds to see.
+    # With chunks that have lost blocks to the sliding window, and resets under running requests, vLLM's
+    # scheduler sometimes offers blocks that now belong to other requests. Several rounds make that likely.
     for seed in (8, 9, 10, 12):
         stress(engine, on_hybrid, seed, resets=0.02)
 
 
-def test_what_the_gpu_drops_is_offered_by_our_connector_only(
+def test_only_our_connector_offers_blocks_evicted_by_the_gpu(
     start_engine: Callable[..., Any], llama: Path
 ) -> None:
     from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown

@@ -1,4 +1,4 @@
-"""Reports of failed loads, in the two forms that versions of vLLM have."""
+"""Reports of failed loads, in the two forms of vLLM's versions."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Worker:
 SPEC = object()
 
 
-def connector_with(**more: Any) -> Any:
+def connector_with(**attributes: Any) -> Any:
     """Return a stand-in for vLLM's connector with our worker side."""
     return SimpleNamespace(
         connector_worker=SimpleNamespace(_load_jobs={4: "a", 5: "b"}, spec=SPEC),
         _vllm_config=SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_load_failure_policy="recompute")),
-        **more,
+        **attributes,
     )
 
 

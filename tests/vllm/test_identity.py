@@ -1,4 +1,4 @@
-"""Blocks of an engine with another configuration of the same model are not served, from no tier."""
+"""No tier serves blocks of an engine with another configuration of the same model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHANGES = {
     "rope_theta": {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}},
     "rms_norm_eps": {"hf_overrides": {"rms_norm_eps": 0.1}},
 }
-"""Settings that change a model's KV without another directory."""
+"""Settings that change a model's KV but not its directory."""
 
 
 class Tiers:
@@ -43,7 +43,7 @@ class Tiers:
         ]
 
     def with_adapter(self, adapter: Path | None, *, offload: bool, connector: bool = True) -> list[list[int]]:
-        """Answers of an engine with LoRA, to the first two prompts; `hits` counts hits on the disk."""
+        """Return an engine's answers with LoRA to the first two prompts; `hits` counts hits on the disk."""
         options = (
             {"ram": "6MiB", "tiers": self._tiers[:1], "tier_deadline_s": PATIENCE_S} if offload else None
         )
@@ -61,12 +61,12 @@ class Tiers:
         return answers
 
     def plain(self, **settings: Any) -> list[list[int]]:
-        """Answers of an engine without tiers, as far as they are certain, to the prompts in order."""
+        """Return the certain answers of an engine without tiers to the prompts in order."""
         prompts, answers = certain_answers(self._start(self._model, None, **settings), PROMPTS, TOKENS)
         return [answers[prompts.index(prompt)] if prompt in prompts else [] for prompt in PROMPTS]
 
     def life(self, **settings: Any) -> tuple[list[list[int]], list[int]]:
-        """Answers of an engine with the tiers, and the hit blocks of each tier behind RAM."""
+        """Return the answers of an engine with the tiers, and the hit blocks of each tier behind RAM."""
         offload = {"ram": "6MiB", "tiers": self._tiers, "tier_deadline_s": PATIENCE_S}
         engine = self._start(self._model, offload, **settings)
         answers = []
@@ -80,7 +80,7 @@ class Tiers:
 
 
 def adapted(engine: Any, prompt: list[int], adapter: Path | None) -> list[int]:
-    """The answer of an engine to a prompt, with a LoRA adapter or without."""
+    """Return the answer of an engine to a prompt, with a LoRA adapter or without."""
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -93,7 +93,7 @@ def adapted(engine: Any, prompt: list[int], adapter: Path | None) -> list[int]:
 
 
 def write_adapter(directory: Path, seed: int) -> Path:
-    """A LoRA adapter of the keys' projections, of rank 8, with random weights."""
+    """Write a LoRA adapter of rank 8 for the keys' projections, with random weights."""
     import torch
     from safetensors.torch import save_file
 
@@ -112,7 +112,7 @@ def write_adapter(directory: Path, seed: int) -> Path:
 
 
 def wrong(answers: list[list[int]], plain: list[list[int]]) -> list[int]:
-    """Numbers of the prompts that were answered otherwise than without tiers."""
+    """Return the numbers of the prompts whose answers differ from answers without tiers."""
     return [
         row for row, (answer, certain) in enumerate(zip(answers, plain, strict=True))
         if answer[: len(certain)] != certain
@@ -123,7 +123,7 @@ def wrong(answers: list[list[int]], plain: list[list[int]]) -> list[int]:
 def tiers(
     start_engine: Callable[..., Any], llama: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Tiers]:
-    """Written by an engine with the model's own configuration."""
+    """Tiers written by an engine with the model's own configuration."""
     directory, cache = tmp_path_factory.mktemp("tiers"), pytest.MonkeyPatch()
     cache.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     with running(directory) as server:
@@ -134,7 +134,7 @@ def tiers(
 
 
 def test_an_engine_with_the_same_configuration_finds_the_blocks(tiers: Tiers) -> None:
-    """The control for the other tests, which find no block."""
+    """Control for the other tests, which find no block."""
     assert sum(tiers.life()[1]) == BLOCKS
 
 
@@ -158,9 +158,7 @@ def test_another_model_dtype_under_an_fp8_cache_is_another_producer(tiers: Tiers
 
 
 @pytest.mark.slow
-def test_an_adapter_that_was_trained_again_under_its_path_gets_no_block_of_before(
-    tiers: Tiers, tmp_path: Path
-) -> None:
+def test_a_retrained_adapter_under_the_same_path_gets_no_old_block(tiers: Tiers, tmp_path: Path) -> None:
     """Keys have the adapter's name and path. Requests without an adapter use the same tier."""
     before = tiers.with_adapter(write_adapter(tmp_path / "adapter", 1), offload=True)
     adapter = write_adapter(tmp_path / "adapter", 2)
@@ -177,6 +175,6 @@ def test_an_adapter_that_was_trained_again_under_its_path_gets_no_block_of_befor
 def test_with_adapters_and_vllms_own_connector_an_engine_runs_without_tiers(
     tiers: Tiers, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """That connector does not show which requests have an adapter."""
+    """vLLM's own connector does not reveal the adapters of requests."""
     tiers.with_adapter(None, offload=True, connector=False)
     assert "WITHOUT the tier disk" in caplog.text

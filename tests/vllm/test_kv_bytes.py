@@ -53,7 +53,7 @@ EXPANDED = {
 }
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 80}
 
-# What is changed in the tiny Llama (four layers, four heads of 64, two KV heads); how vLLM is started; bytes.
+# Changes of the tiny Llama (four layers, four heads of 64, two KV heads), settings of vLLM, bytes of a token.
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "a KV head for each head": ({"num_key_value_heads": 4}, {}, 4 * 2 * 4 * 64 * 2),
     "grouped heads": ({}, {}, 4 * 2 * 2 * 64 * 2),
@@ -74,13 +74,13 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
 
 
 def allocated_bytes_per_token(engine: Any) -> float:
-    """Bytes of the tensors that the worker has, for a token that stands in a block of each group."""
+    """Return the bytes of the worker's tensors for a token with a block in each group."""
     config = engine.core.scheduler.kv_cache_config
     caches = engine.core.model_executor.driver_worker.worker.model_runner.kv_caches
     storages = {
         storage.data_ptr(): storage.nbytes() for cache in caches for storage in [cache.untyped_storage()]
     }
-    # Groups share the blocks: each of a token's groups takes one of them.
+    # Groups share the blocks: a token takes one block for each of its groups.
     return sum(
         sum(storages.values()) / config.num_blocks / group.kv_cache_spec.block_size
         for group in config.kv_cache_groups
@@ -88,7 +88,7 @@ def allocated_bytes_per_token(engine: Any) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_token_takes_what_we_say(
+def test_bytes_of_a_token_equal_vllms_allocation(
     start_engine: Callable[..., Any], llama: Path, tmp_path: Path, kind: str
 ) -> None:
     changes, settings, expected = KINDS[kind]
@@ -98,12 +98,14 @@ def test_a_token_takes_what_we_say(
     (tmp_path / "config.json").write_text(json.dumps(config))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(llama / name, tmp_path)
-    told = bytes_per_token(str(tmp_path), settings.get("kv_cache_dtype", "auto"))
-    assert told == expected
+    token_bytes = bytes_per_token(str(tmp_path), settings.get("kv_cache_dtype", "auto"))
+    assert token_bytes == expected
     if kind == "fp8" and not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()):
-        pytest.skip("vLLM has no fp8 cache on a processor without AVX-512 or AMX: not seen what it allocates")
+        pytest.skip(
+            "vLLM has no fp8 cache on a processor without AVX-512 or AMX, so its allocation cannot be checked"
+        )
     engine = start_engine(
         tmp_path, None, load_format="dummy", dtype="auto", num_gpu_blocks_override=64, **settings
     )
     assert len(engine.core.scheduler.kv_cache_config.kv_cache_groups) == (2 if changes is WINDOWS else 1)
-    assert told == allocated_bytes_per_token(engine)
+    assert token_bytes == allocated_bytes_per_token(engine)

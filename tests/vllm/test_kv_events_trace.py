@@ -1,4 +1,4 @@
-"""KV events of vLLM become the trace of its requests: beside a recording of it."""
+"""Traces made from vLLM's KV events equal a recording of the same requests."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def test_events_of_an_engine_are_its_requests(
     publisher = engine.core.scheduler.kv_event_publisher
     monkeypatch.setattr(publisher, "publish", batches.append)
     prompts = [on_llama.prompts[0], on_llama.prompts[1], on_llama.prompts[0], on_llama.prompts[0][:100]]
-    # The third one's head is on the device; of the last one nothing is computed that fills a block.
+    # The head of the third prompt is on the device; the last prompt computes no whole block.
     prompts.insert(2, prompts[1][:150] + prompts[0][:140])
     for number, prompt in enumerate(prompts):
         engine.tokens([prompt])
         engine.drain()
         for batch in batches:
-            # A clock of our own: requests are ten seconds apart, whatever the machine does.
+            # A fake clock: requests are ten seconds apart on any machine.
             batch.ts = 10.0 * number if batch.ts > 1e6 else batch.ts
     engine.connector._recording.recorder.close()
     lines = [json.dumps(_plain(msgspec.msgpack.decode(msgspec.msgpack.encode(batch)))) for batch in batches]
@@ -58,8 +58,8 @@ def test_events_of_an_engine_are_its_requests(
     lengths = np.diff(recorded.offsets).tolist()
     assert lengths == [len(prompt) // 32 for prompt in prompts]
     result = np.diff(inferred.offsets).tolist()
-    # What came back from RAM is stored on the device anew, and an event too.
-    assert result == [*lengths[:4]], "the last one is unseen: the device had all of its whole blocks"
+    # Blocks loaded from RAM are stored on the device again, with an event.
+    assert result == [*lengths[:4]], "the last prompt is missing: the device had all of its whole blocks"
     assert inferred.refs.tolist() == recorded.refs[: sum(result)].tolist(), (
         "the same blocks in the same order"
     )

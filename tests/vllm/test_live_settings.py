@@ -1,4 +1,4 @@
-"""Policy and size of a serving engine change, and the tokens stay equal."""
+"""Changes of policy and size in a serving engine leave the tokens equal."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Served:
         assert not drive(self._engine, self._prompts, self._answers, next(self._seeds), 30).wrong
 
     def change(self, setting: str, value: str, has_changed: Callable[[], bool]) -> None:
-        """Write the setting, and serve requests until it has changed, and once more after."""
+        """Write the setting, serve requests until it has changed, and serve once more."""
         new = self._path.with_suffix(".new")
         new.write_text(json.dumps({setting: value}))
         os.rename(new, self._path)

@@ -1,4 +1,4 @@
-"""vLLM's server under Prometheus: every query of the dashboard has data, and real faults raise alarms."""
+"""A vLLM server with Prometheus: every query of the dashboard has data, and real faults raise alarms."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from support.vllm_traffic import PATIENCE_S, Expected, random_prompts
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 WAIT_S = 150.0
-"""Seconds until an alarm or a number must be there; a busy machine needs a minute."""
+"""Seconds until an alarm or a number must appear; a busy machine needs a minute."""
 SEVEN = 7
 """Prompts of nine whole blocks each: more than RAM and engine have room for, 24 blocks each."""
 BLOCK_BYTES = 4 * 2 * 2 * 64 * 32 * 4
@@ -64,7 +64,7 @@ class Traffic:
         for seed in itertools.count():
             if self._over.is_set():
                 return
-            # A new prompt in each round: the others are soon in a tier, and no longer stored.
+            # A new prompt in each round, because earlier prompts are soon in a tier and no longer stored.
             self._server.stream(random_prompts(seed, 1, 300)[0])
             for prompt, answer in self._pairs:
                 if self._server.stream(prompt) != answer:
@@ -73,7 +73,7 @@ class Traffic:
 
 
 def damage(directory: Path) -> None:
-    """Flip a bit in every half block of the slab, without its first blocks, where the journal is."""
+    """Flip a bit in every half block of the slab, except in its first blocks, which have the journal."""
     slab = slab_in(directory)
     with slab.open("r+b") as file:
         for at in range(slab.stat().st_size // 4, slab.stat().st_size, BLOCK_BYTES // 2):
@@ -93,7 +93,7 @@ def wait_for_alarm(prometheus: Prometheus, name: str) -> str:
 
 
 def wait_for_data(prometheus: Prometheus, wanted: set[str]) -> None:
-    """Wait until each query has had data. Rates of blocks that no longer move are none."""
+    """Wait until each query has returned data at least once; rates of idle counters return none."""
     deadline = time.monotonic() + WAIT_S
     while wanted := wanted & without_data(prometheus, VLLM_PREFIX):
         assert time.monotonic() < deadline, wanted
@@ -128,7 +128,7 @@ def test_the_dashboard_has_data_and_faults_raise_alarms(
         traffic = Traffic(server, on_llama)
         stack.enter_context(traffic.running())
         (alerts,) = (query for query in queries() if "ALERTS" in query)
-        # Nothing fires on a sound server.
+        # A sound server raises no alarm.
         wait_for_data(prometheus, set(queries()) - {alerts})
         assert not prometheus.firing()
         (engine,) = json.loads(kvoffload("top", server.url, "--once", "--format", "json").stdout)

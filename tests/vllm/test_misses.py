@@ -22,7 +22,7 @@ PREFIX = "vllm:kvoffload_"
 
 
 class Tally:
-    """The counts that a manager has reported to vLLM since the start."""
+    """Sum of the counts that a manager has reported to vLLM."""
 
     def __init__(self, manager: Any) -> None:
         self.manager, self.lookups, self.hits, self.misses = manager, 0, 0, Counter[str]()
@@ -30,7 +30,7 @@ class Tally:
         self._get_stats = manager.get_stats
 
     def watch(self) -> Tally:
-        """Add up the reports that the engine takes."""
+        """Add up the reports that the engine takes from now on."""
         self.manager.get_stats = self.take
         return self
 
@@ -77,16 +77,16 @@ def at_once(request: pytest.FixtureRequest) -> bool:
 def test_every_block_behind_the_first_miss_has_a_reason(tmp_path: Path, at_once: bool) -> None:
     rig = World(tmp_path, 4)
     tally = Tally(rig.manager)
-    one, two = [key(n) for n in range(3)], [key(n) for n in range(10, 13)]
-    assert tally.of(lambda: serve(rig, "a", one, at_once=at_once)) == {"never_seen": 3}
-    assert tally.of(lambda: serve(rig, "b", two, at_once=at_once)) == {"never_seen": 3}
-    assert tally.of(lambda: serve(rig, "c", one, at_once=at_once)) == {"evicted": 2}
-    assert tally.of(lambda: serve(rig, "d", [key(99), *one], at_once=at_once)) == {
+    first_path, second_path = [key(n) for n in range(3)], [key(n) for n in range(10, 13)]
+    assert tally.of(lambda: serve(rig, "a", first_path, at_once=at_once)) == {"never_seen": 3}
+    assert tally.of(lambda: serve(rig, "b", second_path, at_once=at_once)) == {"never_seen": 3}
+    assert tally.of(lambda: serve(rig, "c", first_path, at_once=at_once)) == {"evicted": 2}
+    assert tally.of(lambda: serve(rig, "d", [key(99), *first_path], at_once=at_once)) == {
         "never_seen": 1,
         "behind_a_gap": 3,
     }
     rig.manager.reset_cache()
-    assert tally.of(lambda: serve(rig, "e", one[:1], at_once=at_once)) == {"reset": 1}
+    assert tally.of(lambda: serve(rig, "e", first_path[:1], at_once=at_once)) == {"reset": 1}
     assert tally.hits == 1
     rig.close()
 
@@ -123,7 +123,7 @@ def test_requests_that_end_in_the_queue_do_not_count(tmp_path: Path, at_once: bo
 @pytest.mark.parametrize("options", [{}, {"verify": "always"}, {"admission": "reuse:2"}, {"policy": "arc"}])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_sum_in_any_order(tmp_path: Path, at_once: bool, options: dict[str, Any], seed: int) -> None:
-    """Requests that overlap, wait, end early and fail, and resets; the seed is in the name."""
+    """Requests overlap, wait, end early and fail, with resets; the seed is in the name."""
     rng, rig = random.Random(seed), World(tmp_path, 10, **options)
     tally, running = Tally(rig.manager), dict[str, tuple[Any, list[bytes], int]]()
     for number in range(150):
@@ -131,28 +131,28 @@ def test_the_sum_in_any_order(tmp_path: Path, at_once: bool, options: dict[str, 
         keys = [key(100 * trunk + place) for place in range(rng.randrange(1, 7))]
         ctx = rig.request(name, keys)
         num_on_device = rng.randrange(len(keys)) if rng.random() < 0.3 else 0
-        asked = keys[num_on_device:]
-        found = None
-        while found is None and rng.random() < 0.999:
+        wanted = keys[num_on_device:]
+        hits = None
+        while hits is None and rng.random() < 0.999:
             if at_once:
-                hits, waits = rig.manager.lookup_prefix(asked, ctx)
-                found = None if waits else hits
+                num_hits, waits = rig.manager.lookup_prefix(wanted, ctx)
+                hits = None if waits else num_hits
             else:
-                found = rig.lookup(ctx, asked)
-            if found is None:
+                hits = rig.lookup(ctx, wanted)
+            if hits is None:
                 rig.manager.on_schedule_end(base.ScheduleEndContext([], []))
-        begun = found is not None and rng.random() < 0.9
-        if begun and found:
-            rig.manager.prepare_load(asked[:found], ctx)
-        rig.manager.on_schedule_end(base.ScheduleEndContext([name] if begun and not found else [], []))
-        if begun and found:
-            rig.manager.complete_load({*asked[:found]}, ctx)
+        begun = hits is not None and rng.random() < 0.9
+        if begun and hits:
+            rig.manager.prepare_load(wanted[:hits], ctx)
+        rig.manager.on_schedule_end(base.ScheduleEndContext([name] if begun and not hits else [], []))
+        if begun and hits:
+            rig.manager.complete_load({*wanted[:hits]}, ctx)
         if not begun:
             rig.manager.on_request_finished(ctx)
             continue
-        output = rig.store(ctx, asked[found:]) if found < len(asked) else None
+        output = rig.store(ctx, wanted[hits:]) if hits < len(wanted) else None
         stored = output.keys_to_store if output else []
-        running[name] = ctx, stored, found
+        running[name] = ctx, stored, hits
         if rng.random() < 0.02:
             rig.manager.reset_cache()
             running = {other: (context, [], 0) for other, (context, _, _) in running.items()}
@@ -187,7 +187,7 @@ def test_engines_under_load(
     options: dict[str, Any],
     likely: str,
 ) -> None:
-    """Preemption, aborts and eviction in a real engine: in every report the sum is exact."""
+    """With preemption, aborts and eviction in a real engine the sum is exact in every report."""
     engine = start_engine(llama, options, connector=connector)
     tally = Tally(engine.manager).watch()
     outcome = drive(engine, on_llama.chats, on_llama.chat_answers, seed=4, requests=60, aborts=0.1)

@@ -1,4 +1,4 @@
-"""Two vLLM servers on one pool of a machine: tokens equal to no offloading, hits across engines, kills."""
+"""Two vLLM servers that share a machine's pool: tokens as without offloading, hits across engines, kills."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pools_of(model: Path) -> list[PoolStatus]:
 
 @pytest.fixture
 def model(llama: Path, tmp_path: Path) -> Iterator[Path]:
-    """A copy of the tiny model, whose path names the pools of one test."""
+    """A copy of the tiny model; its path names the pools of the test."""
     path = tmp_path / "model"
     shutil.copytree(llama, path)
     yield path
@@ -46,7 +46,7 @@ def model(llama: Path, tmp_path: Path) -> Iterator[Path]:
 def server_of(
     model: Path, log: Path, flags: dict[str, Any] | None = None, **options: Any
 ) -> Iterator[tuple[Server, Any]]:
-    """A server with its own engine id, before the pool of the model."""
+    """Run a server with its own engine id on the pool of the model."""
     extra = {"spec_name": "KVOffloadSpec", "spec_module_path": "kvoffload.integrations.vllm", "policy": "arc"}
     connector = {"engine_id": log.stem, "kv_connector_extra_config": {**extra, **SHARED, **options}}
     environment = {"PYTHONHASHSEED": "0"}
@@ -55,7 +55,7 @@ def server_of(
 
 
 def test_two_servers_share_one_pool(model: Path, on_llama: Expected, tmp_path: Path) -> None:
-    """The second server's first request hits; a kill of one leaves the other correct; a restart hits."""
+    """The second server's first request hits; a kill leaves the other correct; a restarted server hits."""
     prompts, answers = on_llama.prompts[:FOUR], on_llama.answers[:FOUR]
     with server_of(model, tmp_path / "second.log") as (second, _):
         with server_of(model, tmp_path / "first.log") as (first, process):
@@ -72,7 +72,7 @@ def test_two_servers_share_one_pool(model: Path, on_llama: Expected, tmp_path: P
                 assert [future.result() for future in served] == answers
             for future, answer in zip(cut_off, answers, strict=True):
                 tokens = [] if future.exception() else future.result()
-                assert tokens == answer[: len(tokens)], "every stream has ended, none with a wrong token"
+                assert tokens == answer[: len(tokens)], "a stream has ended with a wrong token"
         with ThreadPoolExecutor(FOUR) as clients:
             for _ in range(3):
                 assert [*clients.map(second.stream, prompts)] == answers
@@ -89,7 +89,7 @@ def test_two_servers_share_one_pool(model: Path, on_llama: Expected, tmp_path: P
 
 
 def test_data_parallel_ranks_share_one_pool(model: Path, on_llama: Expected, tmp_path: Path) -> None:
-    """An odd number of prompts in turn, so that each rank gets the prompts of the other in the next round."""
+    """An odd number of prompts takes turns, so that in the next round each rank gets the other's prompts."""
     prompts, answers = on_llama.prompts[:5], on_llama.answers[:5]
     with server_of(model, tmp_path / "ranks.log", flags={"--data-parallel-size": 2}) as (server, _):
         [pool] = pools_of(model)

@@ -53,7 +53,7 @@ def text(keys: list[bytes]) -> str:
 
 
 class Setting:
-    """A pool of blocks, and our scheduler's side that watches it; a step takes 2 blocks."""
+    """A pool of blocks, watched by our scheduler side; a step takes 2 blocks."""
 
     def __init__(self, num_blocks: int = 12, groups: int = 1) -> None:
         self.pool = BlockPool(num_blocks + 1, enable_caching=True, hash_block_size=TOKENS)
@@ -74,19 +74,19 @@ class Setting:
         self.side.bind(self.pool, step_tokens=2 * TOKENS)
 
     def run(self, letters: str, group: int = 0) -> list[Any]:
-        """A request computes these blocks; they stay in use."""
+        """Let a request compute these blocks; they stay in use."""
         blocks = self.pool.get_new_blocks(len(letters))
         for letter, block in zip(letters, blocks, strict=True):
             self.pool._insert_block_hash(hash_of(letter, group), block, num_tokens=TOKENS)
         return blocks
 
     def find(self, blocks: list[Any]) -> None:
-        """A request begins, and finds these in the GPU's cache."""
+        """Begin a request that finds these blocks in the GPU's cache."""
         self.pool.touch(blocks)
         self.side.update_state_after_alloc(SimpleNamespace(request_id="a request"), "its blocks", 0)
 
     def free(self) -> list[Any]:
-        """The free blocks, the next to be taken first."""
+        """Return the free blocks in the order in which the pool takes them."""
         blocks: list[Any] = self.pool.free_block_queue.get_all_free_blocks()
         return blocks
 
@@ -115,11 +115,11 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-def test_what_leaves_next_is_offered_once_the_warmest_first(at_once: list[int]) -> None:
+def test_next_blocks_to_be_evicted_are_offered_once_the_warmest_first(at_once: list[int]) -> None:
     setting = Setting(6)
     setting.finish(setting.run("abcdef"))
-    (job_id, job), *others = setting.step().items()
-    assert (setting.manager.offered, others, at_once) == (["ef"], [], [])
+    (job_id, job), *other_jobs = setting.step().items()
+    assert (setting.manager.offered, other_jobs, at_once) == (["ef"], [], [])
     assert (job_id, job.req_id, job.dst_spec) == (7, NO_REQUEST, "slots")
     assert job.src_spec.block_ids.tolist() == [5, 6]
     assert job.src_spec.group_sizes == [2]
@@ -129,7 +129,7 @@ def test_what_leaves_next_is_offered_once_the_warmest_first(at_once: list[int]) 
     assert setting.manager.offered == []
 
 
-def test_the_free_list_is_left_as_it_is() -> None:
+def test_the_free_list_is_not_changed() -> None:
     setting = Setting(6)
     setting.finish(setting.run("abcdef"))
     before = [block.block_id for block in setting.pool.free_block_queue.get_all_free_blocks()]
@@ -167,7 +167,7 @@ def test_the_window_is_followed_whatever_happens_to_the_free_list(data: Any) -> 
     def store_dropped(keys: list[bytes]) -> Any:
         for block in setting.free():
             if not has_room and block.block_hash in keys:
-                offered.pop(block.block_id, None)  # it has left the window, is back, and comes once more
+                offered.pop(block.block_id, None)  # it left the window and came back: a new stay
             elif block.block_hash in keys:
                 stays = block.block_id in window and offered.get(block.block_id) is block.block_hash
                 assert not stays, "it has been offered"
@@ -179,10 +179,10 @@ def test_the_window_is_followed_whatever_happens_to_the_free_list(data: Any) -> 
         has_room = data.draw(st.integers(0, 9)) > 0
         for _ in range(data.draw(st.integers(0, 3))):
             free = setting.free()
-            what = data.draw(st.sampled_from(["run", "decode", "finish", "find"]))
-            if what in ("run", "decode") and free:
+            action = data.draw(st.sampled_from(["run", "decode", "finish", "find"]))
+            if action in ("run", "decode") and free:
                 blocks = setting.pool.get_new_blocks(data.draw(st.integers(1, min(6, len(free)))))
-                if what == "run":
+                if action == "run":
                     for block in blocks:
                         setting.pool._insert_block_hash(
                             make_block_hash_with_group_id(next(names).to_bytes(32, "big"), 0),  # type: ignore[arg-type]
@@ -190,9 +190,9 @@ def test_the_window_is_followed_whatever_happens_to_the_free_list(data: Any) -> 
                             num_tokens=TOKENS,
                         )
                 running.append(blocks)
-            elif what == "finish" and running:
+            elif action == "finish" and running:
                 setting.finish(running.pop(data.draw(st.integers(0, len(running) - 1))))
-            elif what == "find":
+            elif action == "find":
                 cached = [block for block in free if block.block_hash is not None]
                 begin = data.draw(st.integers(0, len(cached)))
                 result = cached[begin : begin + data.draw(st.integers(0, 4))]

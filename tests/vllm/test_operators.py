@@ -52,7 +52,7 @@ def test_counters_are_there_before_anything_has_happened(tmp_path: Path) -> None
     assert then["kvoffload_miss_blocks", "never_seen"] == 2
     assert then["kvoffload_writing_blocks",] == 3
     assert then["kv_offload_cpu_cache_usage_perc",] == then["kv_offload_cpu_cache_write_usage_perc",] == 0.5
-    assert ("kvoffload_evicted_blocks",) not in then, "nothing has changed"
+    assert ("kvoffload_evicted_blocks",) not in then, "an unchanged counter is not reported"
     rig.close()
 
 
@@ -61,14 +61,14 @@ def test_each_result_of_an_audit_has_a_meaning() -> None:
 
 
 def test_queries_name_metrics_that_exist() -> None:
-    """The queries of docs/vllm.md, against our metrics and vLLM's of transfers."""
+    """The queries of docs/vllm.md use our metrics and vLLM's metrics of transfers."""
     page = (ROOT / "docs" / "vllm.md").read_text()
     queries = re.findall(r"```promql\n(.*?)\n```", page, re.S)
     assert len(queries) == 4
     counters = {f"{name}_total" for name, made in definitions().items() if "Counter" in type(made).__name__}
     gauges = {name for name, made in definitions().items() if "Gauge" in type(made).__name__}
-    # vLLM's own, which test_server.py finds in /metrics.
-    counters |= {f"vllm:kv_offload_load_{what}_total" for what in ("bytes", "time")}
+    # vLLM's own metrics, which test_server.py finds in /metrics.
+    counters |= {f"vllm:kv_offload_load_{quantity}_total" for quantity in ("bytes", "time")}
     for query in queries:
         names = re.findall(r"vllm:\w+", query)
         assert names
@@ -106,7 +106,7 @@ def test_a_waiting_request_counts_once(tmp_path: Path, at_once: bool) -> None:
 
 @pytest.mark.parametrize("key_bytes", [20, 36])
 def test_keys_of_any_length_where_vllm_notes_no_positions(tmp_path: Path, key_bytes: int) -> None:
-    """vLLM before 0.31; its hash may be xxhash."""
+    """Applies to vLLM before 0.31, whose hash may be xxhash."""
     rig = World(tmp_path, 6)
     keys = [number.to_bytes(key_bytes, "big") for number in range(4)]
     for name in ("a", "b"):
@@ -124,7 +124,7 @@ def test_keys_of_any_length_where_vllm_notes_no_positions(tmp_path: Path, key_by
 
 
 def with_a_tier(tmp_path: Path) -> World:
-    """A world whose tier has the blocks of the keys 1 and 2, and its RAM as well."""
+    """Return a world whose tier and RAM have the blocks of keys 1 and 2."""
     rig = World(tmp_path, 16)
     tier = ScriptedTier(rig.pool.slot_stride, immediate=True)
     rig.manager._open_tiers = lambda block_bytes, key_bytes: [tier]
@@ -145,7 +145,7 @@ def come_up(rig: World, ctx: Any) -> int | None:
 
 
 @needs(*SOURCES)
-def test_where_a_hit_came_from(tmp_path: Path) -> None:
+def test_hits_are_counted_by_source(tmp_path: Path) -> None:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     rig = with_a_tier(tmp_path)
@@ -169,7 +169,7 @@ def test_requests_that_leave_out_storage(tmp_path: Path) -> None:
     assert come_up(rig, rig.request("takes all", [key(1), key(2)])) == 2
 
 
-def test_a_load_that_failed_is_no_failure_of_what_comes_into_its_slot_next(tmp_path: Path) -> None:
+def test_a_failed_load_is_no_failure_of_the_next_block_in_its_slot(tmp_path: Path) -> None:
     """A tier fills the slot, so no worker removes the mark of the failed load."""
     rig, keys = World(tmp_path, 2), [key(1)]
     tier = ScriptedTier(rig.pool.slot_stride, immediate=True)
@@ -191,8 +191,8 @@ def test_a_load_that_failed_is_no_failure_of_what_comes_into_its_slot_next(tmp_p
     rig.close()
 
 
-def test_problems_with_options_are_lines_of_their_own(caplog: pytest.LogCaptureFixture) -> None:
-    """Also before any process is started, where vLLM asks about CUDA graphs."""
+def test_each_problem_with_options_is_a_log_line(caplog: pytest.LogCaptureFixture) -> None:
+    """They are also logged before any process starts, when vLLM asks about CUDA graphs."""
     with caplog.at_level("ERROR", "vllm.kvoffload"), pytest.raises(ConfigError):
         KVOffloadConnector.requires_piecewise_for_cudagraph(
             {"ram": "1GiB", "polcy": "lru", "verify": "often"}
@@ -204,7 +204,7 @@ def test_problems_with_options_are_lines_of_their_own(caplog: pytest.LogCaptureF
     assert not KVOffloadConnector.requires_piecewise_for_cudagraph(options)
 
 
-def test_what_the_library_logs_is_vllms(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_lines_of_the_library_appear_in_vllms_log(caplog: pytest.LogCaptureFixture) -> None:
     join_vllm()
     join_vllm()
     with caplog.at_level("WARNING", "vllm.kvoffload"):
@@ -239,7 +239,9 @@ def test_a_disk_behind_vllms_ram_needs_a_version_that_can_use_it(monkeypatch: py
         secondary.KVOffloadDisk(None, memoryview(b""), "KVOffloadDisk")
 
 
-def test_a_reset_says_which_tiers_it_does_not_reach(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_reset_logs_the_tiers_that_it_does_not_reach(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     rig = World(tmp_path, 6)
     rig.manager._missing_tiers = ["/nvme1/kv"]
     with caplog.at_level("ERROR", "vllm.kvoffload"):

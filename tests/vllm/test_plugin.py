@@ -1,4 +1,4 @@
-"""Registered by name, in vLLM's own factories."""
+"""vLLM's factories know our classes by name."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "my_policy.py"
 
 
 class Inside(Theirs):
-    """Return vLLM's manager with one of our policies, as vLLM makes it."""
+    """vLLM's manager with one of our policies, made by vLLM."""
 
     def __init__(self, capacity: int, policy: str, threshold: int = 1) -> None:
         self.manager: Any = CPUOffloadingManager(
@@ -38,7 +38,7 @@ class Inside(Theirs):
 
 
 def agree(inside: Any) -> None:
-    """vLLM's manager and ours behind its policy hold the same blocks, in the same states."""
+    """Check that vLLM's manager and our manager behind its policy have the same blocks in the same states."""
     policy = inside.manager._policy
     assert isinstance(policy, policies.VLLMPolicy)
     our_side = policy._manager
@@ -59,7 +59,7 @@ def agree(inside: Any) -> None:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("threshold", [1, 2])
 def test_our_lru_decides_as_vllms(seed: int, threshold: int) -> None:
-    """Whole paths that fit: equal hits, stores, evictions in order, and contents. The seed is in the name."""
+    """For whole paths that fit: equal hits, stores, ordered evictions and contents. The name has the seed."""
     vllm_side, our_side = Theirs(64, "lru", threshold), Inside(64, "kvoffload-lru", threshold)
     paths = random_paths(seed, 500, 20)
     for number, path in enumerate(paths):
@@ -78,7 +78,7 @@ def _that_refuses_none(policy: str) -> str:
 @needs(*ORDER)
 @pytest.mark.parametrize("policy", POLICIES.names())
 def test_every_policy_decides_as_in_our_manager(policy: str) -> None:
-    """Paths that fit: the manager around the policy makes no difference, unless the policy refuses."""
+    """For paths that fit, both managers decide equally, unless the policy refuses blocks."""
     inside, our_side = Inside(64, f"kvoffload-{policy}"), Ours(64, _that_refuses_none(policy))
     for number, path in enumerate(random_paths(7, 500, 20)):
         assert inside.serve(str(number), path) == our_side.serve(str(number), path), f"request {number}"
@@ -166,7 +166,7 @@ def test_a_smaller_offer_into_free_slots_evicts_nothing() -> None:
     agree(inside)
 
 
-def test_what_vllm_does_not_insert_after_all_is_given_back() -> None:
+def test_slots_that_vllm_does_not_use_are_freed() -> None:
     policy = policies.__getattr__("lru")(4)
     ctx = ReqContext("r")
     names = [key(number) for number in range(4)]
@@ -182,7 +182,7 @@ def test_what_vllm_does_not_insert_after_all_is_given_back() -> None:
 
 @pytest.mark.parametrize("version", ["0.27", "0.33"])
 def test_calls_of_other_versions(version: str) -> None:
-    """0.27 knows no misses and no ends of requests; 0.33 passes the request to `insert`."""
+    """vLLM 0.27 reports neither misses nor ends of requests; 0.33 passes the request to `insert`."""
     policy = policies.__getattr__("arc")(2)
     for number in range(6):
         rig, ctx = key(number), ReqContext(str(number))
@@ -201,8 +201,8 @@ def test_calls_of_other_versions(version: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc", "2q"])
-def test_what_vllm_touches_again_and_again_is_one_use(policy: str) -> None:
-    """Before 0.31 its connector touches the whole path of a request when it looks up and when it stores."""
+def test_repeated_touches_of_vllm_are_one_use(policy: str) -> None:
+    """Before 0.31 vLLM's connector touches the whole path of a request at lookups and at stores."""
     rig = policies.__getattr__(policy)(4)
     for number in range(3):
         path, ctx = [key(2 * number), key(2 * number + 1)], ReqContext(str(number))
@@ -224,10 +224,10 @@ def test_what_vllm_touches_again_and_again_is_one_use(policy: str) -> None:
 @pytest.mark.trace
 @pytest.mark.parametrize("policy", POLICIES.names())
 def test_hit_ratios_on_a_real_trace(recorded_trace_path: Callable[[str], Path], policy: str) -> None:
-    """1,500 requests that fit into 1,000 blocks: not one hit is different, or one in a hundred before 0.31.
+    """Hits of 1,500 requests that fit into 1,000 blocks are equal; before 0.31 one in a hundred may differ.
 
-    Two things would be: a request that does not fit, of which vLLM stores nothing, and a policy that
-    refuses, as hazard does in our manager and cannot here.
+    Excluded are requests that do not fit, because vLLM stores no block of such a request, and policies that
+    refuse blocks: hazard does so in our manager, but cannot in vLLM's.
     """
     trace = read_trace(recorded_trace_path("conversation_first60"))
     keys = [key(number) for number in range(trace.unique_blocks)]

@@ -1,5 +1,4 @@
-"""Each field of vLLM's configuration changes a producer's fingerprint, or stands in the list of those without
-effect on KV."""
+"""Each field of vLLM's configuration changes a producer's fingerprint, or is listed as not affecting KV."""
 
 from __future__ import annotations
 
@@ -61,12 +60,12 @@ OF_OTHER_VERSIONS = {
     *("simple_cpu_offload_num_blocks", "user_specified_mamba_block_size", "sd_worker_cls"),
     *("max_num_partial_prefills", "max_long_partial_prefills", "disable_lookahead_block_hashes"),
 }
-"""In our table, and not a field of this vLLM."""
+"""Fields in our table that this vLLM does not have."""
 TABLE_OF = (0, 32)
 
 needs_the_tables_version = pytest.mark.skipif(
     VERSION != TABLE_OF,
-    reason="the table lists the fields of vLLM 0.32; those of others are bound if unknown",
+    reason="the table lists the fields of vLLM 0.32; unknown fields of other versions are bound",
 )
 
 
@@ -86,7 +85,7 @@ def without_effect(section: str) -> set[str]:
 
 
 def made(model: Path, **settings: Any) -> Any:
-    """The configuration of an engine, without the engine."""
+    """Return the configuration of an engine, without the engine."""
     arguments = {"dtype": "float32", "block_size": 32, "max_model_len": 512, **settings}
     transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     args = EngineArgs(
@@ -122,7 +121,7 @@ def blank(section: str) -> Any:
 
 
 def with_field(config: Any, section: str, field: str, value: Any) -> Any:
-    """A copy of the configuration with another value of one field."""
+    """Return a copy of the configuration with another value of one field."""
     changed = copy.copy(config)
     if section == "vllm_config":
         object.__setattr__(changed, field, value)
@@ -142,7 +141,7 @@ def with_value(section: Any, field: str, value: Any) -> Any:
 
 
 def another(value: Any) -> Any:
-    """A value that differs, of the same kind where that is simple."""
+    """Return a different value, of the same type if that is simple."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, (int, float)):
@@ -168,7 +167,7 @@ def test_every_section_of_vllm_is_known() -> None:
 
 @needs_the_tables_version
 @pytest.mark.parametrize("section", list(SECTIONS))
-def test_a_changed_field_is_another_producer_or_stands_in_the_list(config: Any, section: str) -> None:
+def test_a_changed_field_makes_another_producer_or_is_in_the_list(config: Any, section: str) -> None:
     before, wrong = kv_configuration(config), []
     for field in fields_of(section):
         if (
@@ -190,7 +189,7 @@ def test_a_changed_field_is_another_producer_or_stands_in_the_list(config: Any, 
     [("rope_parameters", {"rope_type": "default", "rope_theta": 1e6}), ("rms_norm_eps", 0.1),
      ("unheard_of", 1), ("sliding_window", 64), ("quantization_config", {"quant_method": "fp8"})],
 )  # fmt: skip
-def test_a_changed_field_of_the_models_own_configuration_is_another_producer(
+def test_a_changed_field_of_the_models_configuration_makes_another_producer(
     config: Any, field: str, value: Any
 ) -> None:
     hf_config = copy.deepcopy(config.model_config.hf_config)
@@ -212,7 +211,7 @@ def test_a_changed_field_of_the_models_own_configuration_is_another_producer(
     ],
     ids=["number", "array", "partial"],
 )
-def test_values_of_any_type_are_told_apart(value: Any, other: Any) -> None:
+def test_values_of_any_type_are_distinguished(value: Any, other: Any) -> None:
     assert plain(value) == plain(copy.copy(value))
     assert plain(value) != plain(other)
 
@@ -226,8 +225,8 @@ def test_a_model_of_one_file_is_known_by_its_size_and_time(tmp_path: Path) -> No
     assert files_of(str(model)) != before
 
 
-def test_a_field_that_nobody_knows_is_bound(config: Any) -> None:
-    """Return a class with a field that a newer vLLM may have."""
+def test_an_unknown_field_is_bound(config: Any) -> None:
+    """A newer vLLM may have further fields."""
 
     @dataclasses.dataclass
     class NewerCacheConfig(class_of("cache_config")):  # type: ignore[misc]
@@ -258,7 +257,7 @@ def test_the_mapping_is_json_and_the_same_for_a_copy_of_the_model_elsewhere(
      {"hf_overrides": {"rms_norm_eps": 0.1}}, {"dtype": "half", "quantization": "fp8"},
      {"block_size": 16}, {"dtype": "bfloat16"}, {"load_format": "dummy"}, {"max_model_len": 256}],
 )  # fmt: skip
-def test_what_a_user_gives_is_another_producer(llama: Path, settings: dict[str, Any]) -> None:
+def test_settings_of_a_user_make_another_producer(llama: Path, settings: dict[str, Any]) -> None:
     assert kv_configuration(made(llama, **settings)) != kv_configuration(made(llama))
 
 
@@ -289,7 +288,7 @@ def test_variables_that_change_kv_are_bound(config: Any, monkeypatch: pytest.Mon
 
 
 def test_the_configuration_is_the_one_of_this_engine(config: Any) -> None:
-    """Given by our connector, by vLLM's constructor among the callers, or to the specification (0.25)."""
+    """It comes from our connector, a calling frame of vLLM's constructor, or the specification (0.25)."""
     engine, spec = config.kv_transfer_config.engine_id, SimpleNamespace()
 
     def made_by_a_connector(vllm_config: Any) -> Any:

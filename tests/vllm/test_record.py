@@ -22,10 +22,10 @@ from support.vllm_traffic import Expected
 pytestmark = [pytest.mark.filterwarnings("ignore"), needs(*CONNECTOR)]
 
 
-def test_what_was_asked_is_recorded(
+def test_requests_and_their_sources_are_recorded(
     start_engine: Callable[..., Any], llama: Path, on_llama: Expected, tmp_path: Path
 ) -> None:
-    """Prompts of nine whole blocks, and room for two of them on the device."""
+    """Prompts have nine whole blocks; the device has room for two prompts."""
     path = tmp_path / "kv.jsonl"
     engine = start_engine(llama, {"ram": "8MiB", "record": str(path)}, connector=True)
     order = [0, 1, 2, 0, 0]
@@ -45,17 +45,17 @@ def test_what_was_asked_is_recorded(
     assert all(line["finished"] >= line["timestamp"] for line in lines)
     served = [line["served_tokens"] for line in lines]
     assert served[:3] == [{}, {}, {}], "computed"
-    assert served[3]["host"] > 0, "the device had dropped it, or the tail of it"
+    assert served[3]["host"] > 0, "the device had evicted the prompt, or its tail"
     assert sum(served[3].values()) == 288
     assert served[4] == {"gpu": 288}
     assert served[5] == {"gpu": 32}
     trace = read_trace(path)
     assert np.diff(trace.offsets).tolist() == [9, 9, 9, 9, 9, 1]
-    # Without a limit a replay finds what device and RAM served together.
+    # A replay without a limit finds the blocks that device and RAM served together.
     config = ReplayConfig(trace.unique_blocks)
-    report, found = find_misses(trace, config)
+    report, misses = find_misses(trace, config)
     assert report.prefix_hit_blocks * 32 == sum(sum(item.values()) for item in served)
-    explained = explain(report, found, config)
+    explained = explain(report, misses, config)
     assert explained.served is not None
     assert (explained.served.tokens_less, explained.served.tokens_more) == (0, 0)
     assert explained.reasons == {"new_prompt": 27}

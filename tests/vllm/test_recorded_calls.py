@@ -89,7 +89,7 @@ def test_an_engine_is_replayed(
         outcome.header.capacity_blocks, key_bytes=8, policy="fifo", store=outcome.header.store
     )
     difference = replayed(path, another).difference
-    assert difference is not None, "another policy decides otherwise"
+    assert difference is not None, "another policy decides differently"
     done = kvoffload("replay", path, "--as-recorded")
     assert done.returncode == 0, done.stdout
 
@@ -125,7 +125,7 @@ def test_an_engine_is_replayed_from_each_part(
 def test_an_engine_with_a_disk_is_replayed_without_the_disk(
     start_engine: Callable[..., Any], llama: Path, tmp_path: Path
 ) -> None:
-    """Reads and writes of the disk are calls of RAM's manager in their order; nothing else is needed."""
+    """The recorded calls of RAM's manager suffice: they include the disk's reads and writes in order."""
     tier = {"type": "disk", "path": str(tmp_path / "slab"), "capacity": "32MiB"}
     options = {"policy": "s3fifo", "tiers": [tier], "tier_deadline_s": PATIENCE_S}
     path = recorded_run(start_engine, llama, tmp_path, options)

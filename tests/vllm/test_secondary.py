@@ -1,4 +1,4 @@
-"""Our disk behind vLLM's RAM tier: made by vLLM's factory, driven as its tiering manager does."""
+"""Our disk behind vLLM's RAM tier: made by vLLM's factory, driven like its tiering manager does."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ def vllm_config(model: str, rope_theta: float) -> Any:
 
 
 def made_by_a_connector(vllm_config: Any, tier: dict[str, Any], pool: Any, spec: Any) -> Any:
-    """Make a tier as vLLM does: a caller's frame has the engine's configuration."""
+    """Make a tier like vLLM: the frame of a caller has the engine's configuration."""
     return SecondaryTierFactory.create_secondary_tier(tier, pool.data, spec)
 
 
 class Life:
-    """A tier from open to close, with a new RAM."""
+    """A tier from its opening to its close, with empty RAM."""
 
     def __init__(
         self, path: Path | None, model: str = "model", rope_theta: float = 1e4, **options: Any
@@ -125,7 +125,7 @@ class Life:
         return self.run(numbers, load=False)
 
     def load(self, numbers: Sequence[int]) -> list[int]:
-        """Numbers of the blocks that vLLM may use; each of them has its bytes."""
+        """Load blocks, and check their bytes; returns the numbers of the blocks that vLLM may use."""
         self.pool[:] = 0xEE
         result = self.run(numbers, load=True)
         good = {*map(key, numbers)} if result.success else {*(result.successful_keys or ())}
@@ -138,11 +138,11 @@ class Life:
         return [self.tier.lookup(key(number), self.ctx) for number in numbers]
 
 
-def test_blocks_come_back_in_this_life_and_the_next(tmp_path: Path) -> None:
+def test_blocks_are_loaded_in_this_life_and_the_next(tmp_path: Path) -> None:
     life = Life(tmp_path)
     assert life.lookup([1, 2]) == [MISS, MISS]
     assert life.store([1, 2, 3]).success
-    assert life.store([1, 2, 3]).success, "it has them: nothing to do"
+    assert life.store([1, 2, 3]).success, "a store of present blocks succeeds"
     assert life.lookup([1, 4]) == [HIT, MISS]
     assert life.load([3, 1]) == [3, 1]
     life.tier.on_request_finished(life.ctx)
@@ -150,7 +150,7 @@ def test_blocks_come_back_in_this_life_and_the_next(tmp_path: Path) -> None:
     again = Life(tmp_path)
     assert again.lookup([1, 2, 3, 4]) == [HIT, HIT, HIT, MISS]
     assert again.load([1, 2, 3]) == [1, 2, 3]
-    assert again.load([1, 9]) == [1], "what is not here is not said to have come"
+    assert again.load([1, 9]) == [1], "an absent block is not reported as loaded"
     again.tier.shutdown()
     overridden = Life(tmp_path, rope_theta=1e6)
     assert overridden.lookup([1]) == [MISS]
@@ -170,7 +170,7 @@ def test_a_disk_that_cannot_be_opened_leaves_the_engine_running(
     assert "runs WITHOUT a tier behind RAM" in caplog.text
     assert f"process {os.getpid()} has it open" in caplog.text
     assert second.lookup([1]) == [MISS]
-    assert second.store([1]).success, "of no block"
+    assert second.store([1]).success, "a store of no block succeeds"
     assert second.load([1]) == []
     second.tier.drain_jobs()
     second.tier.shutdown()
@@ -196,7 +196,7 @@ def test_damage_is_not_loaded(tmp_path: Path) -> None:
     again.tier.shutdown()
 
 
-def test_a_reset_is_for_the_disk_as_well(tmp_path: Path) -> None:
+def test_a_reset_also_clears_the_disk(tmp_path: Path) -> None:
     life = Life(tmp_path)
     life.store([1, 2])
     life.tier.drain_jobs()
@@ -241,7 +241,9 @@ def test_keys_of_another_hash_are_misses(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["contains", "finished", "submit_read", "begin_request", "drain"])
-def test_an_error_of_ours_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_an_internal_error_does_not_stop_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
     life = Life(tmp_path)
     life.store([1, 2, 3])
 
@@ -250,7 +252,7 @@ def test_an_error_of_ours_stops_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(life.tier._tier, where, fail)
     if where == "finished":
-        assert not life.run([1, 2], load=True).success, "a job under way is reported, as failed"
+        assert not life.run([1, 2], load=True).success, "a job in flight is reported as failed"
     elif where == "submit_read":
         assert life.load([1, 2]) == []
     elif where == "begin_request":
@@ -296,7 +298,7 @@ def sharing(server: Server, **options: Any) -> Life:
     return Life(None, url=f"{server.url}/ns", **(patient | options))
 
 
-def test_one_engine_finds_what_another_has_stored(server: Server) -> None:
+def test_an_engine_finds_blocks_stored_by_another(server: Server) -> None:
     first, second = sharing(server), sharing(server)
     assert step(first, [1, 2]) == [RETRY] * 2
     assert until_known(first, [1, 2]) == [MISS] * 2
@@ -310,13 +312,13 @@ def test_one_engine_finds_what_another_has_stored(server: Server) -> None:
     assert second.load([1, 2]) == [1]
     assert until_known(second, [2]) == [MISS]
     first.tier.drain_jobs()
-    assert first.lookup([1]) == [RETRY], "after a reset it has to ask again"
-    assert second.load([1, 3]) == [], "and nobody gets what was before"
+    assert first.lookup([1]) == [RETRY], "after a reset the tier has to probe again"
+    assert second.load([1, 3]) == [], "no engine gets an older block"
     for life in (first, second):
         life.tier.shutdown()
 
 
-def test_it_tells_what_it_has_written_itself(server: Server) -> None:
+def test_only_own_writes_are_reported(server: Server) -> None:
     first, second = sharing(server), sharing(server)
     for life in (first, second):
         assert life.tier.take_events() == []
@@ -333,7 +335,7 @@ def test_it_tells_what_it_has_written_itself(server: Server) -> None:
         life.tier.shutdown()
 
 
-def test_engines_find_in_a_bucket_what_others_have_stored_piece_by_piece(
+def test_engines_find_blocks_that_others_stored_in_a_bucket_piece_by_piece(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3_server.KEY_ID)
@@ -364,7 +366,7 @@ def test_engines_of_other_weights_share_nothing(server: Server) -> None:
         life.tier.shutdown()
 
 
-def test_engines_of_another_configuration_share_nothing_whatever_the_weights_are_called(
+def test_engines_of_another_configuration_share_nothing_under_equal_weight_names(
     server: Server,
 ) -> None:
     first, second, same = sharing(server), sharing(server, rope_theta=1e6), sharing(server)
@@ -375,7 +377,7 @@ def test_engines_of_another_configuration_share_nothing_whatever_the_weights_are
         life.tier.shutdown()
 
 
-def test_without_the_engines_configuration_it_is_refused(tmp_path: Path) -> None:
+def test_a_tier_without_the_engines_configuration_is_refused(tmp_path: Path) -> None:
     tier = {"type": "KVOffloadDisk", "module_path": "kvoffload.integrations.vllm.secondary"}
     tier |= {"path": str(tmp_path), "capacity": "2MiB"}
     pool = np.zeros((NUM_SLOTS, BLOCK_BYTES), np.uint8)
@@ -394,7 +396,7 @@ def test_a_server_that_does_not_answer_is_a_miss(server: Server) -> None:
     life.tier.shutdown()
 
 
-def test_its_metrics_are_defined_and_reported(tmp_path: Path) -> None:
+def test_metrics_are_defined_and_reported(tmp_path: Path) -> None:
     """Each name that is reported is defined, and the first report has every counter."""
     life = Life(tmp_path, label="nvme")
     defined = type(life.tier).build_metric_definitions({})
@@ -406,7 +408,7 @@ def test_its_metrics_are_defined_and_reported(tmp_path: Path) -> None:
     life.store([1, 2])
     life.load([1])
     life.tier.on_request_finished(life.ctx)
-    assert life.tier.get_stats() is not None, "no request runs"
+    assert life.tier.get_stats() is not None, "without a running request each call reports"
     life.tier.on_new_request(life.ctx)
     assert life.tier.get_stats() is None, "while requests run at most ten times a second"
     assert all(name.startswith("vllm:kvoffload_tier_") for name in defined)
@@ -421,7 +423,7 @@ def test_an_empty_store_reports_no_bytes(tmp_path: Path) -> None:
     life.tier.shutdown()
 
 
-def test_its_configuration_is_shown(tmp_path: Path) -> None:
+def test_configuration_is_shown(tmp_path: Path) -> None:
     life = Life(tmp_path, policy="arc")
     assert set(life.tier.config_info()) == set(type(life.tier).config_info_keys({}))
     shown = life.tier.config_info()
@@ -432,7 +434,7 @@ def test_its_configuration_is_shown(tmp_path: Path) -> None:
 
 
 class Peer(SecondaryTierManager):
-    """A tier that asks its parent for blocks in vLLM's poll thread, as a peer of another engine does."""
+    """A tier that looks up blocks of its parent in vLLM's poll thread, like a peer of another engine."""
 
     medium = Medium.STORAGE
     tolerates_off_thread_polling = True
@@ -447,12 +449,12 @@ class Peer(SecondaryTierManager):
     def serve_external_requests(self, parent: Any) -> None:
         self.rounds += 1
         self.threads.add(threading.current_thread().name)
-        asked = ReqContext(f"peer {self.rounds}")
-        parent.on_new_request(asked)
+        ctx = ReqContext(f"peer {self.rounds}")
+        parent.on_new_request(ctx)
         for number in range(12):
-            if parent.lookup(key(number), asked) is HIT:
+            if parent.lookup(key(number), ctx) is HIT:
                 self.found.add(key(number))
-        parent.on_request_finished(asked)
+        parent.on_request_finished(ctx)
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
         return MISS
@@ -485,7 +487,7 @@ def behind_vllms_ram(life: Life) -> tuple[Any, Any]:
 
 @needs(*POLLED_TIERS)
 @pytest.mark.parametrize("where", ["disk", "server"])
-def test_vllms_manager_uses_it_from_its_poll_thread_too(
+def test_vllms_manager_also_uses_the_tier_from_its_poll_thread(
     tmp_path: Path, request: pytest.FixtureRequest, where: str
 ) -> None:
     """A peer looks up blocks in the poll thread, while the scheduler's thread stores and promotes them."""
@@ -499,16 +501,16 @@ def test_vllms_manager_uses_it_from_its_poll_thread_too(
             ctx = ReqContext(f"request {turn}")
             with manager.lock:
                 manager.on_new_request(ctx)
-            found: list[Any] = []
+            results: list[Any] = []
             deadline = time.monotonic() + PATIENCE_S
             while time.monotonic() < deadline:
                 with manager.lock:
-                    found = [manager.lookup(key(number), ctx) for number in [*numbers, *absent]]
+                    results = [manager.lookup(key(number), ctx) for number in [*numbers, *absent]]
                     manager.on_schedule_end(ScheduleEndContext((), ()))
-                if not {RETRY, LookupResult.HIT_PENDING} & {*found}:
+                if not {RETRY, LookupResult.HIT_PENDING} & {*results}:
                     break
                 time.sleep(0.001)
-            assert found == [HIT] * 6 + [MISS]
+            assert results == [HIT] * 6 + [MISS]
             with manager.lock:
                 manager.on_request_finished(ctx)
         until = time.monotonic() + PATIENCE_S
@@ -517,7 +519,7 @@ def test_vllms_manager_uses_it_from_its_poll_thread_too(
             time.sleep(0.001)
         with manager.lock:
             assert "vllm:kvoffload_tier_written" in str(manager.get_stats())
-            shown = [dict(info) for info in manager.config_info()]
+            shown = [dict(labels) for labels in manager.config_info()]
         assert shown[1]["kvoffload_tier"] == ("disk" if where == "disk" else "valkey")
         assert "vllm_offload_tier_poll" in peer.threads
         assert not life.tier.broken
@@ -536,7 +538,7 @@ def test_bad_options_stop_the_start(tmp_path: Path) -> None:
 def test_a_tier_that_raises_is_a_miss_and_is_used_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """An exception of the tier itself, which is not an error of the adapter."""
+    """The exception comes from the tier itself, not from the adapter."""
     life = Life(tmp_path)
     life.store([1, 2, 3])
 

@@ -1,4 +1,4 @@
-"""vLLM's OpenAI server, as users run it: processes, HTTP, streams, metrics, and a kill."""
+"""vLLM's OpenAI server, run like users do: processes, HTTP, streams, metrics, and a kill."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 FOUR = 4
 """Prompts of nine whole blocks each; the engine has room for two of them."""
 BLOCK_BYTES = 4 * 2 * 2 * 64 * 32 * 4
-"""Of four layers keys and values, of two heads 64 numbers for each of 32 tokens, in float32."""
+"""Bytes of a block: keys and values of 4 layers, 2 heads, 64 numbers and 32 tokens, in float32."""
 
 
 def test_a_second_life_answers_from_the_disk_of_the_first(
     llama: Path, on_llama: Expected, tmp_path: Path
 ) -> None:
-    """A server is killed in traffic and leaves nothing in memory; the next one has its blocks from disk."""
+    """A server killed under load leaves nothing in memory; the next server loads its blocks from disk."""
     prompts, answers = on_llama.prompts[:FOUR], on_llama.answers[:FOUR]
     tier = {"type": "disk", "path": str(tmp_path / "disk"), "capacity": "32MiB"}
     options = {"tiers": [tier], "tier_deadline_s": PATIENCE_S}
     with running(llama, tmp_path / "first.log", **options) as (server, process):
-        assert not ours_in_shared_memory(tmp_path), "the pool has no name any more"
+        assert not ours_in_shared_memory(tmp_path), "the pool no longer has a name"
         with ThreadPoolExecutor(FOUR) as clients:
             for _ in range(4):
                 assert [*clients.map(server.stream, prompts)] == answers
@@ -55,7 +55,7 @@ def test_a_second_life_answers_from_the_disk_of_the_first(
             kill(process)
         for future, answer in zip(cut_off, answers, strict=True):
             tokens = [] if future.exception() else future.result()
-            assert tokens == answer[: len(tokens)], "every stream has ended, none with a wrong token"
+            assert tokens == answer[: len(tokens)], "a stream has ended with a wrong token"
     assert not ours_in_shared_memory(tmp_path)
     with running(llama, tmp_path / "second.log", **options) as (server, _):
         assert [server.stream(prompt) for prompt in prompts] == answers
@@ -64,7 +64,7 @@ def test_a_second_life_answers_from_the_disk_of_the_first(
 
 
 def test_two_workers_share_each_block(llama: Path, on_llama: Expected, tmp_path: Path) -> None:
-    """Each holds half of the heads; blocks are verified. The answers equal the answers of a single worker."""
+    """Each worker has half of the heads; blocks are verified. Answers equal the ones of a single worker."""
     prompts, answers = on_llama.prompts[:FOUR], on_llama.answers[:FOUR]
     with running(llama, tmp_path / "server.log", workers=2, verify="always") as (server, _):
         assert not ours_in_shared_memory(tmp_path)
@@ -78,7 +78,7 @@ def test_two_workers_share_each_block(llama: Path, on_llama: Expected, tmp_path:
 
 
 def test_calibrate_measures_a_server(llama: Path, tmp_path: Path) -> None:
-    """Prompts as ids of tokens, as many as were meant, none of them in a cache; answers piece by piece."""
+    """Prompts are token ids, have the intended number of tokens and hit no cache; answers are streamed."""
     with running(llama, tmp_path / "server.log") as (server, _):
         measured = calibration.Server(server.url)
         assert (measured.model, measured.max_tokens) == ("m", 512)
@@ -95,12 +95,10 @@ def test_calibrate_measures_a_server(llama: Path, tmp_path: Path) -> None:
     assert after[hits] == before.get(hits, 0)
 
 
-def test_the_line_of_the_readme_is_what_a_shell_takes(
-    llama: Path, on_llama: Expected, tmp_path: Path
-) -> None:
-    """The line of the README with another model, and with a size that every machine has.
+def test_the_command_of_the_readme_works_in_a_shell(llama: Path, on_llama: Expected, tmp_path: Path) -> None:
+    """Runs the README's command with another model, and with a size that fits every machine.
 
-    Its processes are new interpreters, like those of users; the other tests' servers are forked.
+    The server starts new interpreters, as for users; the servers of other tests are forked.
     """
     line = typed("README.md")
     assert "--ram 64GiB" in line

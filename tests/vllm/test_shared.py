@@ -1,6 +1,4 @@
-"""Real engines that share a server: what one has computed answers another, or is a miss; also while it
-dies.
-"""
+"""Real engines that share a server: blocks of one are hits or misses of another, also during outages."""
 
 from __future__ import annotations
 
@@ -27,13 +25,13 @@ FOUR = 4
 
 
 def engine_before(start_engine: Callable[..., Any], model: Path, url: str, **options: Any) -> Any:
-    """With an empty RAM."""
+    """Start an engine with empty RAM in front of the tier at `url`."""
     tier = {"url": url, "timeout": PATIENCE_S, "probe_timeout": PATIENCE_S, **options}
     return start_engine(model, {"ram": "6MiB", "tiers": [tier], "tier_deadline_s": PATIENCE_S})
 
 
 def compute(expected: Expected, *place: Any, **options: Any) -> None:
-    """An engine computes a prompt, and its machine is gone."""
+    """Let an engine compute a prompt, then close it."""
     engine = engine_before(*place, **options)
     expected.check(engine, 1)
     engine.drain()
@@ -43,7 +41,7 @@ def compute(expected: Expected, *place: Any, **options: Any) -> None:
 
 
 def find(expected: Expected, *place: Any, **options: Any) -> None:
-    """Another one does not have to."""
+    """Check that another engine answers the prompt from the tier."""
     engine = engine_before(*place, **options)
     expected.check(engine, 1)
     engine.drain()
@@ -59,9 +57,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def machine(start_engine: Callable[..., Any], server: Server) -> Callable[..., Any]:
-    """A function that starts an engine with an empty RAM before the server; by default nothing is late for
-    it.
-    """
+    """A function that starts an engine with empty RAM in front of the server; default: long deadlines."""
 
     def start(model: Path, **options: Any) -> Any:
         return engine_before(start_engine, model, f"{server.url}/engines", **options)
@@ -73,7 +69,7 @@ def machine(start_engine: Callable[..., Any], server: Server) -> Callable[..., A
 def computed(
     on_llama: Expected, llama: Path, machine: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Expected:
-    """An engine has computed some prompts, and its machine is gone."""
+    """Answers to prompts whose blocks a closed engine has left in the server."""
     cache = pytest.MonkeyPatch()
     cache.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     engine = machine(llama)
@@ -87,11 +83,11 @@ def computed(
     return on_llama
 
 
-def test_the_first_request_of_an_engine_hits_what_another_has_computed(
+def test_the_first_request_of_an_engine_hits_blocks_of_another(
     computed: Expected, llama: Path, machine: Callable[..., Any], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """The other one has a copy of the model, elsewhere."""
+    """The other engine has a copy of the model in another directory."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     engine = machine(Path(shutil.copytree(llama, tmp_path / "copy")))
     computed.check(engine, 1)
@@ -103,11 +99,11 @@ def test_the_first_request_of_an_engine_hits_what_another_has_computed(
     engine.close()
 
 
-def test_an_engine_that_is_started_on_an_empty_machine_finds_a_bucket_warm(
+def test_an_engine_on_an_empty_machine_hits_blocks_in_a_bucket(
     on_llama: Expected, start_engine: Callable[..., Any], llama: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Three blocks of 128 KiB in an object, nine in a prompt."""
+    """An object has three blocks of 128 KiB, a prompt has nine blocks."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3_server.KEY_ID)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3_server.SECRET)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -141,7 +137,7 @@ def test_over_a_cluster(
     on_llama: Expected, start_engine: Callable[..., Any], llama: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Nine blocks, on more than one of three masters."""
+    """The nine blocks are on more than one of three masters."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with clustered(tmp_path) as cluster:
         compute(on_llama, start_engine, llama, f"{cluster.url}/engines")

@@ -1,5 +1,6 @@
-"""Two of vLLM's servers, as two machines run them, share a Valkey server: before it is killed under load,
-while it is dead, and when it is back with nothing in it.
+"""Two vLLM servers, run as on two machines, share a Valkey server before, during and after a kill under load.
+
+The Valkey server is empty after the kill.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 NINE = 9
 """Whole blocks of each prompt; RAM has room for 24, and the engine for as many."""
 SEVEN = 7
-"""Prompts that are asked for under load: a few more than RAM and engine have room for together."""
+"""Prompts sent under load: slightly more than RAM and engine have room for together."""
 CLIENTS = 4
 WRITTEN, HITS, IS_LEFT_ALONE = (
     f"vllm:kvoffload_tier_{name}" for name in ("written_total", "hits_total", "circuit_open")
@@ -50,13 +51,13 @@ def servers(
     Each server has a copy of the model.
     """
     line = typed("docs/cluster.md")
-    for theirs, ours in (
+    for documented, replacement in (
         ("64GiB", "3MiB"),
         ("valkey://cache:6379/", f"{valkey.url}/"),
         ("?ttl=7d", f"?ttl=7d&timeout={PATIENCE_S:.0f}s&probe_timeout={PATIENCE_S:.0f}s"),
     ):
-        assert theirs in line
-        line = line.replace(theirs, ours)
+        assert documented in line
+        line = line.replace(documented, replacement)
     monkeypatch.setenv("KVOFFLOAD_TIER_DEADLINE_S", str(PATIENCE_S))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     models = llama, Path(shutil.copytree(llama, tmp_path / "copy"))
@@ -84,7 +85,7 @@ class Load:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """At the end every request has been answered, or the error of one that was not is raised."""
+        """Send requests until the context ends; raises the error of a failed request."""
         with ThreadPoolExecutor(CLIENTS) as pool:
             clients = [pool.submit(self._client, number) for number in range(CLIENTS)]
             try:
@@ -95,7 +96,7 @@ class Load:
                 client.result()
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
-        """Until it is so, and each client has had three answers since this was called."""
+        """Wait until `is_so`, and until each client has received three more answers."""
         before, until = [*self.answers], time.monotonic() + PATIENCE_S
         while not is_so() or any(now < then + 3 for now, then in zip(self.answers, before, strict=True)):
             assert time.monotonic() < until, self.answers
@@ -111,27 +112,27 @@ class Load:
 
 
 def write(server: Server, expected: Expected, row: int) -> None:
-    """A prompt that no one has asked for is computed, and is in Valkey at the end."""
+    """Let a server compute a new prompt, and wait until its blocks are in Valkey."""
     before = server.metrics().get(WRITTEN, 0)
     server.serve_until(WRITTEN, before + NINE, [expected.prompts[row]])
 
 
 def find(server: Server, expected: Expected, row: int) -> None:
-    """The first request for a prompt that the other server has computed is answered, and not computed."""
+    """Check that a server's first request for a prompt of the other server is answered from Valkey."""
     prompt, before = expected.prompts[row], server.metrics()
     assert server.stream(prompt) == expected.answers[row]
     taken = server.metrics()[TOKENS_FROM_ELSEWHERE] - before.get(TOKENS_FROM_ELSEWHERE, 0)
     assert taken == NINE * 32, "by vLLM's own count"
-    # Asked for once more it is in the engine's own cache.
+    # The second time the prompt is in the engine's own cache.
     after = server.serve_until(HITS, before.get(HITS, 0) + NINE, [prompt])
     assert after[HITS] == before.get(HITS, 0) + NINE
 
 
 def wait_for_reads(servers: tuple[Server, Server], seed: int) -> None:
-    """Wait until each server reads from Valkey again what the other one has computed.
+    """Wait until each server reads blocks of the other from Valkey again.
 
     After an outage the first probe and the first read of a server are attempts of a circuit breaker, and no
-    request waits for an attempt. How many prompts that takes depends on the calls that had failed.
+    request waits for an attempt. The necessary number of prompts depends on the failed calls.
     """
     deadline, prompts = time.monotonic() + PATIENCE_S, iter(random_prompts(seed, 200, NINE * 32 + 5))
     for writer, reader in (servers, servers[::-1]):
@@ -144,7 +145,7 @@ def wait_for_reads(servers: tuple[Server, Server], seed: int) -> None:
             reader.stream(prompt)
 
 
-def test_what_one_server_computes_the_other_finds_also_after_valkey_was_killed(
+def test_a_server_hits_blocks_of_the_other_also_after_valkey_was_killed(
     servers: tuple[Server, Server], valkey: valkey_server.Server, on_llama: Expected
 ) -> None:
     first, second = servers
@@ -152,7 +153,7 @@ def test_what_one_server_computes_the_other_finds_also_after_valkey_was_killed(
     find(second, on_llama, 0)
     load = Load(servers, on_llama, SEVEN)
     with load.running():
-        # Then most of what is asked for is read from there.
+        # Afterwards most of the requested blocks are read from Valkey.
         load.wait_until(lambda: len(valkey.blocks()) == SEVEN * NINE)
         valkey.stop()
         load.wait_until(lambda: all(server.metrics()[IS_LEFT_ALONE] for server in servers))

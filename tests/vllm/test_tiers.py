@@ -26,7 +26,7 @@ SIX = 6
 
 @pytest.fixture(scope="module")
 def lives(start_engine: Callable[..., Any], llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A function that starts an engine on the same directory each time; no read is late for it."""
+    """A function that starts an engine on the same directory each time, with long deadlines."""
     path = tmp_path_factory.mktemp("slab")
 
     def start(**options: Any) -> Any:
@@ -45,11 +45,11 @@ def first_life(on_llama: Expected, lives: Any) -> Expected:
     engine = lives()
     for prompt, answer in zip(on_llama.prompts[:SIX], on_llama.answers, strict=False):
         assert engine.tokens([prompt])[0] == answer
-        # A quarter of RAM may wait to be written, a prompt and a third: what comes on top is dropped.
+        # At most a quarter of RAM, a prompt and a third, may wait to be written; further blocks are dropped.
         engine.drain()
         assert engine.manager.core.settle(PATIENCE_S)
     assert engine.manager.core.hit_blocks == [0, 0]
-    # What has left RAM comes back from the disk within one life, too.
+    # Blocks evicted from RAM are also loaded from the disk by the same engine.
     engine.forget_device()
     on_llama.check(engine, 1)
     from_ram, from_disk = engine.manager.core.hit_blocks
@@ -68,8 +68,8 @@ def tier_metric(engine: Any, name: str) -> Any:
     return REGISTRY.get_sample_value(f"vllm:kvoffload_tier_{name}", label)
 
 
-def test_the_second_life_answers_from_the_firsts_disk(lives: Any, first_life: Expected) -> None:
-    """All prompts together: 54 blocks are promoted into 48 slots, and no request waits forever."""
+def test_the_second_engine_answers_from_the_disk_of_the_first(lives: Any, first_life: Expected) -> None:
+    """All prompts together promote 54 blocks into 48 slots, and no request waits forever."""
     engine = lives()
     assert engine.manager.core.tier_stats()[0].restored == 54
     assert engine.tokens(first_life.prompts[:SIX]) == first_life.answers[:SIX]
@@ -88,7 +88,7 @@ def test_the_second_life_answers_from_the_firsts_disk(lives: Any, first_life: Ex
 
 
 def test_a_damaged_slab_changes_nothing_but_the_hit_rate(lives: Any, first_life: Expected) -> None:
-    """Every third block is damaged, and sixty places anywhere, in the journal as well."""
+    """The damage hits every third block, and sixty random places, including the journal."""
     lives.engine.close()
     with opened(lives.path) as (slab, recovered):
         offsets = [slab.layout.slot_offset(slot) + 1000 for slot in recovered.contents.slots().tolist()[::3]]
@@ -111,7 +111,7 @@ def test_blocks_of_other_weights_are_not_served(lives: Any, first_life: Expected
     engine = lives(salt="retrained")
     first_life.check(engine, SIX)
     assert engine.manager.core.hit_blocks == [0, 0]
-    assert len(slabs_in(lives.path)) == 2, "what was there is kept, and not served"
+    assert len(slabs_in(lives.path)) == 2, "the old slab is kept, but not served"
 
 
 def test_an_engine_whose_disk_cannot_be_opened_serves_from_ram(

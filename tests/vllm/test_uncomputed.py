@@ -1,4 +1,4 @@
-"""Blocks that vLLM has cached and not computed, because it preempted their request in the same step."""
+"""Blocks that vLLM has cached but not computed, because it preempted their request in the same step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Setting:
         self.statuses = {"r": SimpleNamespace(req=self.request)}
 
     def cache(self, group: int, *numbers: int) -> None:
-        """vLLM caches these blocks; their number is the number of their last hash."""
+        """Cache blocks like vLLM; a block's number is the number of its last hash."""
         for number, block in zip(numbers, self.pool.get_new_blocks(len(numbers)), strict=True):
             key = make_block_hash_with_group_id(HASHES[number], group)  # type: ignore[arg-type]
             self.pool._insert_block_hash(key, block, num_tokens=TOKENS)
@@ -78,7 +78,7 @@ def test_a_request_that_was_preempted_before_the_step_loses_nothing() -> None:
     setting.cache(0, 0, 1, 2, 7)
     setting.step(scheduled=48)
     setting.step(preempted=True)
-    assert setting.cached(0) == [0, 1, 2, 7], "a block beyond the tokens of a step is of another request"
+    assert setting.cached(0) == [0, 1, 2, 7], "a block beyond the step's tokens belongs to another request"
     setting.step(scheduled=16, preempted=True)
     setting.step(finished=True)
     setting.step(preempted=True)
@@ -96,7 +96,7 @@ def test_rejected_draft_tokens_are_not_computed() -> None:
 
 
 def scheduler(directory: Path, store: str, policy: str) -> Any:
-    """vLLM's scheduler with our connector, for 14 blocks, without an engine."""
+    """Return vLLM's scheduler with our connector, for 14 blocks, without an engine."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_kv_cache_configs
@@ -139,10 +139,8 @@ def scheduler(directory: Path, store: str, policy: str) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("store", ["on-device-eviction", "on-compute"])
-def test_a_step_that_withdraws_a_request_leaves_no_block_that_is_not_computed(
-    tmp_path: Path, store: str
-) -> None:
-    """In the step in which the last two blocks go to `low`, `high` needs one."""
+def test_a_step_that_withdraws_a_request_leaves_no_uncomputed_block(tmp_path: Path, store: str) -> None:
+    """`high` needs a block in the step that gives the last two blocks to `low`."""
     from vllm.utils.hashing import sha256
 
     side = scheduler(tmp_path, store, "priority")
@@ -167,7 +165,7 @@ def test_a_step_that_withdraws_a_request_leaves_no_block_that_is_not_computed(
         num_computed = low.num_computed_tokens
         names = list(output.num_scheduled_tokens)
         requests = [side.requests[name] for name in names]
-        tokens = [[7] if one.num_computed_tokens >= one.num_tokens else [] for one in requests]
+        tokens = [[7] if request.num_computed_tokens >= request.num_tokens else [] for request in requests]
         side.update_from_output(
             output,
             ModelRunnerOutput(

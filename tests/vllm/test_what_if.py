@@ -64,17 +64,17 @@ def traffic(rig: World, *, at_once: bool, count: int = 150) -> float:
 def test_the_current_setting_is_estimated_exactly_without_sampling(tmp_path: Path, at_once: bool) -> None:
     rig = World(tmp_path, CAPACITY, what_if=SETTINGS, what_if_sample=1)
     share = traffic(rig, at_once=at_once)
-    found = reported(rig.manager)
+    gauges = reported(rig.manager)
     assert 0.1 < share < 0.9
-    assert found["what_if_hit_ratio"]["current"] == pytest.approx(share, abs=1e-4)
-    assert found["what_if_hit_ratio"]["capacity=4"] > share
-    assert found["what_if_gain"]["capacity=4"] > found["what_if_gain_error"]["capacity=4"]
-    assert set(found["what_if_hit_ratio"]) == {"current", "policy=hazard", "capacity=4"}
-    assert all(0 < error < 1 for error in found["what_if_hit_ratio_error"].values())
+    assert gauges["what_if_hit_ratio"]["current"] == pytest.approx(share, abs=1e-4)
+    assert gauges["what_if_hit_ratio"]["capacity=4"] > share
+    assert gauges["what_if_gain"]["capacity=4"] > gauges["what_if_gain_error"]["capacity=4"]
+    assert set(gauges["what_if_hit_ratio"]) == {"current", "policy=hazard", "capacity=4"}
+    assert all(0 < error < 1 for error in gauges["what_if_hit_ratio_error"].values())
 
 
 def test_blocks_that_are_only_stored_are_not_looked_up(tmp_path: Path) -> None:
-    """Two requests look up 10 blocks and store 40, of which 30 were generated."""
+    """Two requests look up 10 blocks and store 40, including 30 generated blocks."""
     rig = World(tmp_path, CAPACITY, what_if=SETTINGS, what_if_sample=1)
     for session in (0, 1000):
         for name in ("first", "again"):
@@ -162,7 +162,7 @@ def test_an_error_in_the_shadows_does_not_stop_offloading(
 
 def test_the_usual_rate_depends_on_the_size_of_blocks(tmp_path: Path) -> None:
     rig = World(tmp_path, CAPACITY, what_if=SETTINGS)
-    assert rig.manager.what_if.shadows.one_in == 3072  # this world has no size
+    assert rig.manager.what_if.shadows.one_in == 3072  # the default for an unknown size
 
 
 def test_without_the_option_there_are_no_shadows(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_without_the_option_there_are_no_shadows(tmp_path: Path) -> None:
         ({"what_if": "capacity=2", "ram": "1GiB,shared=node"}, ["what_if", "capacity=2", "shared"]),
     ],
 )
-def test_mistakes_are_named(given: dict[str, Any], named: list[str]) -> None:
+def test_invalid_options_are_named(given: dict[str, Any], named: list[str]) -> None:
     with pytest.raises(ConfigError) as raised:
         parse_options({"ram": "1GiB"} | given)
-    assert all(part in str(raised.value) for part in named), raised.value
+    assert all(text in str(raised.value) for text in named), raised.value

@@ -1,4 +1,4 @@
-"""Layouts, copies and the worker, without an engine; and vLLM's copies on a device beside ours."""
+"""Layouts, copies and the worker without an engine, and vLLM's device copies compared with ours."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ specs = pytest.importorskip("kvoffload.integrations.vllm.worker_side.slots_spec"
 
 PAGES = [96, 64, 96, 32]
 GROUPS = [[(0, 96), (1, 60)], [(2, 96), (1, 64)], [(3, 32)]]
-"""Three KV groups over four tensors: one is shared, one is padded."""
+"""Three KV groups over four tensors; one tensor is shared, one is padded."""
 
 
 def kv_caches(seed: int = 0, num_blocks: int = 20) -> Any:
@@ -48,7 +48,7 @@ def make_pool(directory: Path, layout: Layout) -> SharedPool:
 
 
 def taken(pool: SharedPool) -> list[int]:
-    """The slots that the scheduler takes for failed, when all jobs have ended."""
+    """Return the slots that the scheduler considers failed after all jobs have ended."""
     failed = pool.take_failed(np.arange(pool.num_slots, dtype=np.int32))
     return [] if failed is None else np.flatnonzero(failed).tolist()
 
@@ -60,7 +60,7 @@ def test_tensors_that_never_meet_share_a_place() -> None:
     assert Layout(PAGES, [[(0, 96), (1, 64), (2, 96), (3, 32)]], 3).part_bytes == 3 * sum(PAGES)
 
 
-# Of each group: blocks of the engine, and the number of the first one in its request.
+# For each group: the engine's blocks, and the number of the first block in its request.
 TRANSFERS = [
     ([3, 1, 0], [0, 0, 0]),
     ([3, 6, 3], [0, 3, 6]),
@@ -80,10 +80,10 @@ def slots_for(sizes: list[int], firsts: list[int], per_chunk: int, rng: np.rando
 
 @pytest.mark.parametrize("per_chunk", [1, 3])
 @pytest.mark.parametrize("transfer", TRANSFERS)
-def test_what_is_stored_is_loaded(
+def test_stored_bytes_are_loaded(
     tmp_path: Path, per_chunk: int, transfer: tuple[list[int], list[int]]
 ) -> None:
-    """Store from some blocks, load into others of another engine with the same layout."""
+    """Store some blocks, and load them into other blocks of another engine with the same layout."""
     rng, source, target = np.random.default_rng(1), kv_caches(1), kv_caches(2)
     layout = Layout.of(source, per_chunk)
     pool = make_pool(tmp_path, layout)
@@ -121,7 +121,7 @@ def test_what_is_stored_is_loaded(
     for number, tensor in enumerate(target.tensors):
         for block in range(20):
             if (number, block) not in touched:
-                assert torch.equal(tensor.tensor[block], before[number][block]), "nothing else has changed"
+                assert torch.equal(tensor.tensor[block], before[number][block]), "no other block has changed"
     loading.close()
     storing.shutdown()
 
@@ -132,7 +132,7 @@ def test_what_is_stored_is_loaded(
 def test_vllms_copies_put_bytes_where_ours_do(
     tmp_path: Path, per_chunk: int, transfer: tuple[list[int], list[int]]
 ) -> None:
-    """The addresses that vLLM's handler would hand to the device, for the views of `cuda`, followed here."""
+    """Copies the addresses that vLLM's handler would pass to the device, for the views of `cuda`."""
     cuda = pytest.importorskip("kvoffload.integrations.vllm.worker_side.cuda")
     gpu_worker = pytest.importorskip("vllm.v1.kv_offload.cpu.gpu_worker")
     rng, source = np.random.default_rng(2), kv_caches(3)
@@ -210,7 +210,7 @@ def test_a_failed_job_is_marked_and_reported_as_done(tmp_path: Path) -> None:
 
 
 class HeldCopies:
-    """Copies that end when a test says, or whose `wait` fails."""
+    """Copies that a test ends, or whose `wait` fails."""
 
     def __init__(self) -> None:
         self.begun: list[int] = []
@@ -276,7 +276,7 @@ def test_a_store_is_dropped_if_its_fence_comes_late(tmp_path: Path, seal: bool) 
     assert rig.take_failed_loads() == set(), "a load writes to blocks that were zeroed before it began"
     moving.end(3)
     rig.wait({3})
-    assert taken(pool) == [3], "when its copy ended is not known"
+    assert taken(pool) == [3], "the end of its copy is unknown"
     rig.shutdown()
 
 
@@ -298,7 +298,7 @@ def test_a_job_whose_wait_failed_is_a_failed_job(tmp_path: Path) -> None:
     assert rig.take_failed_loads() == {3}
     assert rig.num_failed == 2
     moving.end(1, 3)
-    assert rig.get_finished() == [], "their late results are no news"
+    assert rig.get_finished() == [], "late results are not reported again"
     moving.failing = None
     rig.shutdown()
 
@@ -323,7 +323,7 @@ def test_a_worker_closes_its_pool_also_when_its_copies_fail(tmp_path: Path) -> N
         rig._sealer.submit(int)
 
 
-def test_no_worker_erases_what_another_has_reported(tmp_path: Path) -> None:
+def test_no_worker_erases_reports_of_another(tmp_path: Path) -> None:
     """With MLA under tensor parallelism all workers share a part: one stores, and all load."""
     source = kv_caches(1)
     layout = Layout.of(source, 1)
@@ -346,8 +346,8 @@ def test_no_worker_erases_what_another_has_reported(tmp_path: Path) -> None:
     scheduler.close()
 
 
-# What vLLM 0.32 hands over when a chunk of three blocks has lost some to the sliding window: of each group
-# the blocks that are left, and the place of the first; which of the five slots must be left out.
+# Transfers of vLLM 0.32 after a chunk of three blocks has lost some to the sliding window. For each group:
+# the remaining blocks, and the place of the first; then the slots, of five, that must not be stored.
 TORN = [
     ([6, 9], [0, 0], []),
     ([5, 9], [1, 0], [0, 1]),
