@@ -394,8 +394,13 @@ def test_the_first_steps_of_a_failure_are_few() -> None:
     assert str(failure).count("\n") == 3
 
 
-def test_shrinking_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With no time to shrink, the first failure is reported: its steps, and what is wrong."""
+@pytest.mark.parametrize("seed", [None, 0])
+def test_shrinking_is_bounded(monkeypatch: pytest.MonkeyPatch, seed: int | None) -> None:
+    """With no time to shrink, the first failure is reported: its steps, and what is wrong.
+
+    With --hypothesis-seed too: Hypothesis then has no database.
+    """
+    monkeypatch.setattr("hypothesis.core.global_force_seed", seed)
     monkeypatch.setattr(shrink_limit, "SHRINK_CPU_S", 0.0)
     suite = type("Suite", (PolicyConformance,), {"policy": KeepsRemovedBlocks})()
     with pytest.raises(AssertionError, match="policy naive-lru") as failure:

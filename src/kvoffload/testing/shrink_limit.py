@@ -79,14 +79,15 @@ class _Limit:
 def _run(run: Callable[[settings], None], limit: _Limit, base: settings) -> None:
     # Without Hypothesis' explanations, which run a failure again under a slow tracer.
     phases = [phase for phase in base.phases if phase is not Phase.explain]
-    # The second run reads the smallest failure so far from the database.
+    # The second run reads the smallest failure so far from the database. With --hypothesis-seed nothing is
+    # read or written: then the second run generates the first failure again.
     database = base.database or InMemoryExampleDatabase()
     base = settings(base, phases=phases, database=database, report_multiple_bugs=False)
     try:
         run(base)
     except _TimeIsUp:
         limit.is_on = False
-        run(settings(base, phases=[Phase.reuse]))
+        run(settings(base, phases=[Phase.reuse, Phase.generate]))
         raise AssertionError(
             "a check failed once and then passed: the policy does not repeat itself"
         ) from None
