@@ -1,10 +1,10 @@
 """Cost of recording a manager's calls: ``python bench/call_recording.py [--policy lru] [--format json]``.
 
-Two managers, one of them recording, serve the same requests in turns in one process; the ratios hold,
-absolute figures do not. A *life* of a request is: begin, look up, load what is there, store the rest, finish.
-60 % of a request's blocks begin an earlier request, and the caches are full. Keys are lists of new ``bytes``;
-making them is not timed. Times are CPU time of the thread that calls the manager, medians of 60 turns; the
-recorder's thread compresses and writes beside it, and its CPU time is listed separately.
+Two managers serve the same requests in turns in one process; one of them records. Ratios are valid on other
+machines, absolute times are not. The *life* of a request: begin, look up, load the hits, store the misses,
+finish. The caches are full, and the first 60 % of a request's blocks begin an earlier request. Keys are lists
+of new ``bytes``, made outside the timed region. Times are CPU time of the thread that calls the manager,
+medians of 60 turns. The recorder's thread, which compresses and writes, is listed separately.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from control_plane_batches import LENGTHS, life_of_ours, requests
+from control_plane_batches import LENGTHS, kvoffload_life, requests
 from kvoffload.calls.recorded import RecordedManager
 from kvoffload.calls.recorder import CallRecorder
 from kvoffload.core.manager import OffloadingManager
@@ -30,7 +30,7 @@ GOAL = 0.03
 
 
 def measure(length: int, plain: OffloadingManager, recorded: RecordedManager) -> dict[str, Any]:
-    """CPU time of lives of requests of one length, with and without recording."""
+    """Measure the CPU time of requests of one length, with and without recording."""
     count = max(4, TURN_BLOCKS // length)
     spent: dict[int, list[int]] = {id(plain): [], id(recorded): []}
     writer = 0
@@ -39,10 +39,10 @@ def measure(length: int, plain: OffloadingManager, recorded: RecordedManager) ->
     for turn in range(TURNS):
         batch = list(itertools.islice(stream, count))
         for manager in (plain, recorded) if turn % 2 == 0 else (recorded, plain):
-            mine = [[bytes(bytearray(key)) for key in keys] for keys in batch]
+            copies = [[bytes(bytearray(key)) for key in keys] for keys in batch]
             process, thread = time.process_time_ns(), time.thread_time_ns()
-            for keys in mine:
-                life_of_ours(manager, keys, False)
+            for keys in copies:
+                kvoffload_life(manager, keys, False)
             thread = time.thread_time_ns() - thread
             spent[id(manager)].append(thread)
             writer += time.process_time_ns() - process - thread
@@ -68,11 +68,11 @@ def main() -> None:
         recorded = RecordedManager(CAPACITY, recorder=recorder, key_bytes=KEY_BYTES, policy=options.policy)
         for keys in requests(1024, 2 * CAPACITY // 1024, "fill"):
             for manager in (plain, recorded):
-                life_of_ours(manager, [bytes(bytearray(key)) for key in keys], False)
+                kvoffload_life(manager, [bytes(bytearray(key)) for key in keys], False)
         rows = [measure(length, plain, recorded) for length in LENGTHS]
         recorded.end_recording()
         if recorder.ended != "closed":
-            sys.exit(f"the recording has ended: {recorder.ended}")
+            sys.exit(f"the recording ended early: {recorder.ended}")
     if options.format == "json":
         print(json.dumps({"policy": options.policy, "goal": GOAL, "lives": rows}, indent=2))
         return

@@ -1,10 +1,13 @@
-"""Cost of a new part of a recording of calls: ``python bench/call_rotation.py [--policy P] [--blocks N]``.
+"""Cost of rotating a call recording: ``python bench/call_rotation.py [--policy P] [--blocks N]``.
 
-A manager serves requests of 16 blocks while its recorder's thread begins parts. `longest_ms`: median and
-maximum of the longest life of a request in periods of 0.2 s, with new parts and without. Each cut starts the
-real process, and ends it at once: the state is made beforehand, from a replay of the calls so far.
-`start_ms`: wall time of the start, in the recorder's thread. `state_s`: CPU time of encoding the state;
-`replay_us`: CPU time of a replayed call; both in the process of a cut.
+A manager serves requests of 16 blocks while its recorder's thread begins new parts of the recording. Prints:
+
+    longest_ms   median and maximum of the longest request in periods of 0.2 s, with and without rotation
+    start_ms     wall time to start a cut's process, in the recorder's thread
+    state_s      CPU time to encode the state, in the cut's process
+    replay_us    CPU time to replay a call, in the cut's process
+
+A cut starts the real process and kills it at once; its state was computed before, by a replay of the calls.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from control_plane_batches import life_of_ours, requests
+from control_plane_batches import kvoffload_life, requests
 from kvoffload.calls import parts
 from kvoffload.calls.cut import CutProcess
 from kvoffload.calls.file_format import FrameReader, FrameWriter, Header
@@ -35,7 +38,7 @@ STARTS_MS: list[float] = []
 
 
 class Started(CutProcess):
-    """A cut whose process is started and ended, and whose result exists already."""
+    """A cut that starts and kills its process, and writes a result computed before."""
 
     def __init__(self, part: Path, beginning: Path) -> None:
         start = time.perf_counter()
@@ -55,17 +58,17 @@ def recorded(path: Path, policy: str, blocks: int, start_cut: type[CutProcess]) 
     recorder = CallRecorder(path, 1 << 34, start_cut=start_cut)
     manager = RecordedManager(blocks, recorder=recorder, key_bytes=KEY_BYTES, policy=policy)
     for keys in requests(1024, blocks // 1024 + 2, "fill"):
-        life_of_ours(manager, [bytes(bytearray(key)) for key in keys], False)
+        kvoffload_life(manager, [bytes(bytearray(key)) for key in keys], False)
     return manager
 
 
 def longest_ms(manager: RecordedManager, stream: itertools.chain[list[bytes]]) -> float:
-    """Serve requests for a period; return the longest life of a request."""
+    """Serve requests for a period; return the time of the longest."""
     longest, end = 0.0, time.perf_counter() + PERIOD_S
     for keys in stream:
-        mine = [bytes(bytearray(key)) for key in keys]
+        new_keys = [bytes(bytearray(key)) for key in keys]
         start = time.perf_counter()
-        life_of_ours(manager, mine, False)
+        kvoffload_life(manager, new_keys, False)
         stop = time.perf_counter()
         longest = max(longest, stop - start)
         if stop > end:

@@ -1,20 +1,19 @@
 """Our manager against vLLM's: ``python bench/control_plane.py [--quick] [--longest] [--format json]``.
 
-Both managers serve the same requests in turns in one process, so that the machine's mood hits both alike:
-the ratios hold, absolute figures do not. Without vLLM (``make vllm-env`` builds an environment that has
-it) ours runs alone and the ratios are not known.
+Both managers serve the same requests in turns in one process, so that changes of the machine's speed affect
+both. Ratios are valid on other machines, absolute times are not. Without vLLM only our manager runs, and no
+ratios are printed; ``make vllm-env`` builds an environment with vLLM.
 
-The workload: requests of 64 to 4,096 blocks (log-uniform, at most a third of the capacity), 60 % of each a
-prefix that it shares with others, on a cache that is full. A key is 32 bytes, the last four a KV-cache
-group as in vLLM, and each manager gets its own new ``bytes`` for every request: not those that it keeps.
-Making them is not timed, and neither is noting the position of each key, which vLLM's connector does (and
-which hashes them: ``bytes`` remember that). Packing keys is timed, as part of ours. The garbage collector
-runs as Python runs it, as in a server; ``--no-gc`` turns it off for both.
+The cache is full. Requests have 64 to 4,096 blocks (log-uniform, at most a third of the capacity); the first
+60 % of each are a shared prefix. A key has 32 bytes, the last four a KV-cache group as in vLLM. Each manager
+receives new ``bytes`` objects for every request. Making the keys is not timed. Noting each key's position,
+as vLLM's connector does, is not timed either; it computes and caches the hash of the ``bytes``. Packing keys
+is timed, for our manager. The garbage collector runs as usual; ``--no-gc`` turns it off for both.
 
-Times are CPU time of the thread: a call that the operating system interrupts does not count as a long one.
-Beside this workload of long requests: lives by their length, hot and cold (`control_plane_batches`), and
-single lookups. Takes about five minutes, ``--quick`` (no million) a minute; ``--longest``: only the longest
-call of every policy, at a million blocks, without vLLM.
+Times are CPU time of the thread, so an interruption by the operating system does not count as a long call.
+Also measured: requests by length, hot and cold (`control_plane_batches`), and single lookups. Takes about
+five minutes. ``--quick`` omits the capacity of a million blocks and takes a minute. ``--longest`` measures
+only the longest call of every policy, at a million blocks, without vLLM.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from control_plane_batches import LENGTHS, Lives, leading_hits, life_of_ours, life_of_theirs, measure_lengths
+from control_plane_batches import LENGTHS, Lives, kvoffload_life, leading_hits, measure_lengths, vllm_life
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import LookupResult
 from kvoffload.core.policy import POLICIES as ALL_POLICIES
@@ -68,7 +67,7 @@ Request = list[bytes]
 
 
 class Watch:
-    """CPU time by operation, and the longest call."""
+    """Measures calls: CPU time by operation, and the longest call."""
 
     def __init__(self) -> None:
         self.cpu_ns: dict[str, int] = {}
@@ -88,7 +87,7 @@ class Watch:
 
 
 class Ours:
-    """`OffloadingManager` as it is meant to be used: keys are packed once per request."""
+    """`OffloadingManager`, with keys packed once per request."""
 
     name = "kvoffload"
 
@@ -96,14 +95,14 @@ class Ours:
         self.manager = OffloadingManager(capacity, key_bytes=KEY_BYTES, policy=policy)
 
     def prepare(self, requests: list[Request]) -> None:
-        """Nothing has to be ready before a request begins."""
+        """Prepare nothing."""
 
     def live(self, keys: Request, watch: Watch) -> None:
         manager = self.manager
         packed = watch("pack keys", Keys.pack, keys, KEY_BYTES)
         ctx = watch("begin request", manager.begin_request, "request")
-        found = watch("lookup", manager.lookup, packed, ctx)
-        load = watch("prepare_load", manager.prepare_load, packed[: found.num_ready], ctx)
+        result = watch("lookup", manager.lookup, packed, ctx)
+        load = watch("prepare_load", manager.prepare_load, packed[: result.num_ready], ctx)
         watch("complete_load", manager.complete_load, load)
         store = watch("prepare_store", manager.prepare_store, packed, ctx)
         assert store is not None
@@ -114,7 +113,7 @@ class Ours:
         return [self.manager.begin_request("request") for _ in requests]
 
     def timed_life(self, keys: Request, packed: bool = False) -> tuple[int, int]:
-        return life_of_ours(self.manager, keys, packed)
+        return kvoffload_life(self.manager, keys, packed)
 
     def finish(self, contexts: list[Any]) -> None:
         for ctx in contexts:
@@ -126,15 +125,15 @@ class Ours:
         for key in keys:
             hits += lookup(key, ctx) is hit
         if ctx is not None:
-            ctx.flush()  # what the lookups put off, for the request's next batch to do
+            ctx.flush()  # lookups deferred this to the request's next batch
         return hits
 
     def tracked(self) -> int:
-        """Blocks, and for ARC as many ghosts, that the arrays have room for: they never grow."""
+        """Capacity of the arrays, which never grow: the blocks, and for ARC as many ghosts."""
         return self.manager.capacity_blocks * (2 if self.manager.policy.name == "arc" else 1)
 
     def memory(self) -> int:
-        """Bytes of all arrays that the manager holds. They have their final size from the start."""
+        """Sum the bytes of all arrays of the manager. Their size never changes."""
         skipped = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
         seen: set[int] = set()
         todo: list[Any] = [self.manager]
@@ -154,7 +153,7 @@ class Ours:
 
 
 class Theirs:
-    """vLLM's `CPUOffloadingManager`, called as its connector calls it."""
+    """vLLM's `CPUOffloadingManager`, called as by its connector."""
 
     name = "vllm"
 
@@ -176,8 +175,8 @@ class Theirs:
     def live(self, keys: Request, watch: Watch) -> None:
         manager, ctx = self.manager, self.context(keys)
         watch("begin request", manager.on_new_request, ctx)
-        found = watch("lookup", leading_hits, manager.lookup, self.hit, keys, ctx)
-        head = keys[:found]
+        num_ready = watch("lookup", leading_hits, manager.lookup, self.hit, keys, ctx)
+        head = keys[:num_ready]
         watch("prepare_load", manager.prepare_load, head, ctx)
         watch("complete_load", manager.complete_load, head, ctx)
         store = watch("prepare_store", manager.prepare_store, keys, ctx)
@@ -186,7 +185,7 @@ class Theirs:
         watch("finish request", manager.on_request_finished, ctx)
 
     def prepare(self, requests: list[Request]) -> None:
-        """Make the contexts of requests that are about to begin, as the connector does."""
+        """Make the contexts of the next requests, as the connector does."""
         self.contexts = [self.context(keys) for keys in requests]
 
     def begin(self, requests: list[Request]) -> list[Any]:
@@ -195,7 +194,7 @@ class Theirs:
         return self.contexts
 
     def timed_life(self, keys: Request) -> tuple[int, int]:
-        return life_of_theirs(self.manager, self.context(keys), self.hit, keys)
+        return vllm_life(self.manager, self.context(keys), self.hit, keys)
 
     def finish(self, contexts: list[Any]) -> None:
         for ctx in contexts:
@@ -216,7 +215,7 @@ class Theirs:
 
 
 def workload(capacity: int, seed: int, num_blocks: int) -> Iterator[Request]:
-    """Requests of together at least `num_blocks` blocks, which refer to eight changing prefixes."""
+    """Generate requests with eight changing prefixes, at least `num_blocks` blocks in all."""
     rng = random.Random(seed)
     hash_bytes = KEY_BYTES - len(GROUP)
     prefixes: list[bytes] = []
@@ -237,12 +236,12 @@ def new_keys(rng: random.Random, number: int) -> Request:
 
 
 def copy_of(request: Request) -> Request:
-    """The same keys in new objects, as an engine makes them for each request."""
+    """Copy the keys into new objects, as an engine does for each request."""
     return [bytes(bytearray(key)) for key in request]
 
 
 def fill_blocks(capacity: int) -> int:
-    """Blocks of the workload that fill the cache, its ghosts included: 40 % of them are new."""
+    """Number of workload blocks that fill the cache and its ghosts; 40 % of them are new."""
     return int(4.2 * capacity)
 
 
@@ -251,7 +250,7 @@ def in_turns(managers: list[Any], turn: int) -> list[Any]:
 
 
 def measure_life(managers: list[Any], capacity: int) -> tuple[dict[str, Any], list[Request]]:
-    """Costs of whole requests, and some of the keys that were used."""
+    """Measure whole requests; returns the costs and a sample of the keys."""
     watches = {manager.name: Watch() for manager in managers}
     blocks, requests, sample = 0, 0, []
     for turn, request in enumerate(workload(capacity, SEED_MEASURE, MEASURED_BLOCKS)):
@@ -274,10 +273,9 @@ def measure_life(managers: list[Any], capacity: int) -> tuple[dict[str, Any], li
 
 
 def measure_singles(managers: list[Any], sample: list[Request]) -> dict[str, Any]:
-    """Costs in ns of lookups key by key.
+    """Measure lookups of single keys, in ns.
 
-    A lookup of ours notes the key for its request, whose path takes the noted keys in later, as a batch.
-    That is part of what is timed.
+    Our lookup records the key; the request's path adds the recorded keys later, as a batch. Both are timed.
     """
     rng = random.Random(SEED_SINGLE)
     resident = [
@@ -315,8 +313,8 @@ def measure(policy: str, capacity: int, kinds: list[Any]) -> dict[str, Any]:
             manager.live(copy_of(request), unused)
     progress(f"{policy} {capacity:,}: measuring")
     life, sample = measure_life(managers, capacity)
-    ours = managers[0]
-    memory = {"kvoffload": round(ours.memory() / ours.tracked(), 1)}
+    own_manager = managers[0]
+    memory = {"kvoffload": round(own_manager.memory() / own_manager.tracked(), 1)}
     tracked = {manager.name: manager.tracked() for manager in managers}
     return {
         "policy": policy,
@@ -330,51 +328,51 @@ def measure(policy: str, capacity: int, kinds: list[Any]) -> dict[str, Any]:
 
 
 def their_memory(policy: str, capacity: int) -> float:
-    """Bytes that Python allocated for vLLM's manager and that are still held after the workload."""
+    """Bytes per block that vLLM's manager still holds after the workload, as counted by tracemalloc."""
     progress(f"{policy} {capacity:,}: memory of vLLM's manager")
     gc.collect()
     tracemalloc.start()
-    theirs = Theirs(capacity, policy)
+    manager = Theirs(capacity, policy)
     before, _ = tracemalloc.get_traced_memory()
     watch = Watch()
     for request in workload(capacity, SEED_FILL, fill_blocks(capacity)):
-        theirs.live(request, watch)
+        manager.live(request, watch)
     del request
     gc.collect()
     after, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    return round((after - before) / theirs.tracked(), 1)
+    return round((after - before) / manager.tracked(), 1)
 
 
 def targets(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The promises of the design, each with the number that was measured for it (None: not measured)."""
+    """List the design's targets with the measured values (None: not measured)."""
     rows = []
 
-    def promise(what: str, at_most: bool, limit: float, unit: str, value: float | None) -> None:
+    def promise(text: str, at_most: bool, limit: float, unit: str, value: float | None) -> None:
         reached = None if value is None else (value <= limit if at_most else value >= limit)
         limit_text = f"{'<=' if at_most else '>='} {limit:g}{unit}"
-        rows.append({"what": what, "limit": limit_text, "measured": value, "reached": reached})
+        rows.append({"what": text, "limit": limit_text, "measured": value, "reached": reached})
 
-    def ratio(ours: float, theirs: float | None) -> float | None:
-        return None if theirs is None else round(theirs / ours, 1)
+    def ratio(own: float, vllm: float | None) -> float | None:
+        return None if vllm is None else round(vllm / own, 1)
 
     for result in results:
         policy, capacity = result["policy"], result["capacity"]
         where = f"{policy.upper()}, {capacity:,} blocks"
         life, lengths = result["life"], result["lengths"]
         if capacity >= 100_000:
-            theirs = life.get("vllm", {}).get("life_ns_per_block")
+            vllm_ns = life.get("vllm", {}).get("life_ns_per_block")
             least = 20 if policy == "lru" else 10
-            value = ratio(life["kvoffload"]["life_ns_per_block"], theirs)
+            value = ratio(life["kvoffload"]["life_ns_per_block"], vllm_ns)
             promise(f"a block of a long life, {where}", False, least, "x", value)
-        for (temperature, part, length), limits in LEAST.items():
-            mine = getattr(lengths[temperature]["kvoffload"][length], part)
-            theirs = lengths[temperature].get("vllm")
-            value = ratio(mine, getattr(theirs[length], part) if theirs else None)
-            what = f"{part} of {length}, {temperature}, {where}"
-            promise(what, False, limits[policy == "arc"], "x", value)
-        for single, mine in result["singles"]["kvoffload"].items():
-            value = ratio(mine, result["singles"].get("vllm", {}).get(single))
+        for (temperature, figure, length), limits in LEAST.items():
+            own = getattr(lengths[temperature]["kvoffload"][length], figure)
+            vllm_lives = lengths[temperature].get("vllm")
+            value = ratio(own, getattr(vllm_lives[length], figure) if vllm_lives else None)
+            text = f"{figure} of {length}, {temperature}, {where}"
+            promise(text, False, limits[policy == "arc"], "x", value)
+        for single, own in result["singles"]["kvoffload"].items():
+            value = ratio(own, result["singles"].get("vllm", {}).get(single))
             promise(f"{single}, {where}", False, 1, "x", value)
         if capacity == 1_000_000:
             promise(f"longest call, {where}", True, 2, " ms", life["kvoffload"]["longest_call_ms"])
@@ -393,11 +391,11 @@ LEAST = {
     **{("cold", "life", length): (1, 1) for length in LENGTHS if length != 8},
     ("cold", "life", 8): (2, 2),
 }
-"""How many times cheaper than vLLM's LRU and ARC we mean to be."""
+"""Least ratio of vLLM's time to ours, for LRU and for ARC."""
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """Describe the machine and the versions of the packages."""
     cpuinfo = Path("/proc/cpuinfo")
     model = platform.processor() or platform.machine()
     if cpuinfo.exists():
@@ -418,12 +416,12 @@ def machine() -> dict[str, Any]:
     }
 
 
-def progress(what: str) -> None:
-    print(f"... {what}", file=sys.stderr, flush=True)
+def progress(text: str) -> None:
+    print(f"... {text}", file=sys.stderr, flush=True)
 
 
 def why_no_vllm() -> str | None:
-    """None if vLLM's manager can be imported; otherwise what the import said."""
+    """Import vLLM's manager; returns the error, or None."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     try:
@@ -435,36 +433,36 @@ def why_no_vllm() -> str | None:
 
 def print_result(result: dict[str, Any]) -> None:
     life, singles = result["life"], result["singles"]
-    ours, theirs = life["kvoffload"], life.get("vllm")
+    own, vllm = life["kvoffload"], life.get("vllm")
 
-    def row(what: str, mine: float | None, other: float | None, decimals: int = 1) -> None:
+    def row(label: str, own_value: float | None, vllm_value: float | None, decimals: int = 1) -> None:
         def cell(value: float | None) -> str:
             return "-" if value is None else f"{value:,.{decimals}f}"
 
-        ratio = f"{other / mine:.1f}x" if mine and other else ""
-        print(f"  {what:34}{cell(mine):>12}{cell(other):>12}{ratio:>10}")
+        ratio = f"{vllm_value / own_value:.1f}x" if own_value and vllm_value else ""
+        print(f"  {label:34}{cell(own_value):>12}{cell(vllm_value):>12}{ratio:>10}")
 
     print(f"\n{result['policy'].upper()}, {result['capacity']:,} blocks")
     print(f"  {'':34}{'kvoffload':>12}{'vLLM':>12}{'ratio':>10}")
     print(f"  ns per block of a request ({life['requests']} requests, {life['blocks']:,} blocks)")
     for operation in OPERATIONS:
-        other = theirs["ns_per_block"].get(operation) if theirs else None
-        row(f"  {operation}", ours["ns_per_block"].get(operation), other)
-    row("  a block's life", ours["life_ns_per_block"], theirs["life_ns_per_block"] if theirs else None)
+        vllm_value = vllm["ns_per_block"].get(operation) if vllm else None
+        row(f"  {operation}", own["ns_per_block"].get(operation), vllm_value)
+    row("  a block's life", own["life_ns_per_block"], vllm["life_ns_per_block"] if vllm else None)
     print_lengths(result["lengths"])
     print("  ns per call, one block a call")
     for single in SINGLES:
         row(f"  {single}", singles["kvoffload"][single], singles.get("vllm", {}).get(single))
     row(
         "longest call, ms of CPU time",
-        ours["longest_call_ms"],
-        theirs["longest_call_ms"] if theirs else None,
+        own["longest_call_ms"],
+        vllm["longest_call_ms"] if vllm else None,
         3,
     )
     row(
         "longest call, ms of wall time",
-        ours["longest_call_wall_ms"],
-        theirs["longest_call_wall_ms"] if theirs else None,
+        own["longest_call_wall_ms"],
+        vllm["longest_call_wall_ms"] if vllm else None,
         3,
     )
     memory = result["bytes_per_tracked_block"]
@@ -472,32 +470,30 @@ def print_result(result: dict[str, Any]) -> None:
 
 
 def print_lengths(lengths: dict[str, dict[str, dict[int, Lives]]]) -> None:
-    for temperature, found in lengths.items():
-        ours, theirs = found["kvoffload"], found.get("vllm")
-        print(
-            f"  us, {temperature}, by the blocks of a request (in brackets, how many times vLLM's is dearer)"
-        )
+    for temperature, by_manager in lengths.items():
+        own, vllm = by_manager["kvoffload"], by_manager.get("vllm")
+        print(f"  us, {temperature}, by blocks per request (in brackets: vLLM's time / ours)")
         print(f"    {'blocks':>8}{'store':>18}{'life':>18}{'life, packed':>18}")
-        for length, mine in ours.items():
+        for length, lives in own.items():
             cells = []
-            for part, of_theirs in (("store", "store"), ("life", "life"), ("packed", "life")):
-                value = getattr(mine, part)
-                ratio = f" ({getattr(theirs[length], of_theirs) / value:.1f}x)" if theirs else ""
+            for figure, vllm_figure in (("store", "store"), ("life", "life"), ("packed", "life")):
+                value = getattr(lives, figure)
+                ratio = f" ({getattr(vllm[length], vllm_figure) / value:.1f}x)" if vllm else ""
                 cells.append(f"{value:,.1f}{ratio}")
             print(f"    {length:>8,}" + "".join(f"{cell:>18}" for cell in cells))
 
 
 def print_longest(capacity: int) -> None:
-    """The longest call of every policy."""
+    """Print the longest call of every policy."""
     for policy in ALL_POLICIES.names():
-        ours, unused = Ours(capacity, policy), Watch()
+        manager, unused = Ours(capacity, policy), Watch()
         for request in workload(capacity, SEED_FILL, fill_blocks(capacity)):
-            ours.live(copy_of(request), unused)
-        life, _ = measure_life([ours], capacity)
-        found = life["kvoffload"]
+            manager.live(copy_of(request), unused)
+        life, _ = measure_life([manager], capacity)
+        result = life["kvoffload"]
         print(
-            f"{policy:10}{found['longest_call_ms']:8.2f} ms of CPU time in {found['longest_call']}, "
-            f"{found['life_ns_per_block']:.0f} ns a block",
+            f"{policy:10}{result['longest_call_ms']:8.2f} ms of CPU time in {result['longest_call']}, "
+            f"{result['life_ns_per_block']:.0f} ns a block",
             flush=True,
         )
 
@@ -512,13 +508,13 @@ def print_report(report: dict[str, Any]) -> None:
         f"{'on' if report['garbage_collector'] else 'off'}, CPU time, in turns, same requests to both."
     )
     if report["vllm_missing"]:
-        print(f"vLLM IS NOT HERE ({report['vllm_missing']}): ours alone, no ratios.")
-        print("`make vllm-env` builds an environment that has it.")
+        print(f"vLLM IS NOT INSTALLED ({report['vllm_missing']}): only kvoffload was measured, no ratios.")
+        print("`make vllm-env` builds an environment with vLLM.")
     for result in report["results"]:
         print_result(result)
     print(
-        "\nBytes: kvoffload's arrays, which never grow; of vLLM, what tracemalloc says is held at "
-        f"{MEMORY_CAPACITY:,} blocks. ARC: per block or ghost that there is room for."
+        "\nBytes of kvoffload: its arrays, which never grow. Bytes of vLLM: tracemalloc's count at "
+        f"{MEMORY_CAPACITY:,} blocks. ARC: bytes per block or ghost of the capacity."
     )
     print("\nTargets")
     for target in report["targets"]:

@@ -1,17 +1,16 @@
-"""The life of a request by its length: ours against vLLM's, hot and cold, from one block on.
+"""Time of a request by its length, from one block on: our manager against vLLM's, hot and cold.
 
-Part of `control_plane`, which runs it. Schedulers make calls of one to sixteen blocks, so fixed costs decide
-here. Each *life* is: begin, look up, load what is there, store the rest, finish; 60 % of a request's blocks,
-rounded down, are the beginning of an earlier one: a request of one block stores it. *Store* is the part from
-offering the blocks to their being readable.
+`control_plane` runs it. Schedulers make calls of one to sixteen blocks, where fixed costs dominate. The
+*life* of a request: begin, look up, load the hits, store the misses, finish. The first 60 % of its blocks,
+rounded down, begin an earlier request; a request of one block therefore stores it. *Store* lasts from the
+offer of the blocks until they are readable.
 
-*Cold* means that 8 MiB of other memory were touched before each life, as the rest of an engine's step does:
-the code of neither manager is in a cache of the processor then. Every life is timed by itself; the figure is
-the median, so a call that the operating system interrupts does not count. *Hot* lives follow one another
-directly.
+Before each *cold* life, 8 MiB of other memory are touched, as by the rest of an engine's step, which evicts
+the manager's code from the processor's caches. *Hot* lives follow each other directly. Each life is timed
+separately; the median excludes interruptions by the operating system.
 
-Keys are given as ``list[bytes]``, as an engine has them; *packed* are the same lives with keys that are
-packed first (that is timed too). Making keys is not timed, and each manager gets its own.
+Keys are ``list[bytes]``, as in an engine. *Packed*: the same lives with packed keys; packing is timed. Each
+manager receives its own keys; making them is not timed.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Lives(NamedTuple):
     """Median times in us, of requests of one length.
 
     Attributes:
-        store: prepare and complete. life: everything. packed: a life with packed keys; None for vLLM.
+        store: prepare and complete. life: the whole request. packed: life with packed keys; None for vLLM.
     """
 
     store: float
@@ -46,7 +45,7 @@ class Lives(NamedTuple):
 
 
 def requests(length: int, count: int, seed: str) -> Iterator[list[bytes]]:
-    """Requests of one length; six in ten of their blocks begin an earlier request."""
+    """Generate requests of one length; the first 60 % of their blocks begin an earlier request."""
     chance, previous, shared = random.Random(f"{seed} {length}"), list[list[bytes]](), int(0.6 * length)
     for _ in range(count):
         new = [chance.randbytes(28) + bytes(4) for _ in range(length)]
@@ -59,15 +58,15 @@ def requests(length: int, count: int, seed: str) -> Iterator[list[bytes]]:
 def measure_lengths(
     managers: list[Any], lengths: tuple[int, ...] = LENGTHS
 ) -> dict[str, dict[str, dict[int, Lives]]]:
-    """Times by temperature, name of the manager and length. The managers must be full."""
-    found: dict[str, dict[str, dict[int, Lives]]] = {}
+    """Measure times by temperature, manager's name and length. The managers must be full."""
+    times_us: dict[str, dict[str, dict[int, Lives]]] = {}
     for temperature, before in (("hot", _nothing), ("cold", _Other())):
-        found[temperature] = {manager.name: {} for manager in managers}
+        times_us[temperature] = {manager.name: {} for manager in managers}
         for length in lengths:
             taken = _measure(managers, length, f"{SEED} {temperature}", before)
             for name, lives in taken.items():
-                found[temperature][name][length] = lives
-    return found
+                times_us[temperature][name][length] = lives
+    return times_us
 
 
 def _measure(managers: list[Any], length: int, seed: str, before: Callable[[], None]) -> dict[str, Lives]:
@@ -76,24 +75,24 @@ def _measure(managers: list[Any], length: int, seed: str, before: Callable[[], N
     for turn, keys in enumerate(requests(length, count, seed)):
         for manager in managers if turn % 2 == 0 else managers[::-1]:
             stores, lives, packed = taken[manager.name]
-            mine = [bytes(bytearray(key)) for key in keys]
+            own_keys = [bytes(bytearray(key)) for key in keys]
             before()
-            store, life = manager.timed_life(mine)
+            store, life = manager.timed_life(own_keys)
             stores.append(store)
             lives.append(life)
             if manager.name == "kvoffload":
-                # Another request of the same length: all of its blocks may be here now.
-                others = [bytes(key[:27]) + b"p" + key[28:] for key in mine]
+                # Other keys: the blocks of this request are cached now.
+                other_keys = [bytes(key[:27]) + b"p" + key[28:] for key in own_keys]
                 before()
-                packed.append(manager.timed_life(others, packed=True)[1])
+                packed.append(manager.timed_life(other_keys, packed=True)[1])
     return {
-        name: Lives(*(statistics.median(part) / 1e3 if part else None for part in parts))  # type: ignore[arg-type]
-        for name, parts in taken.items()
+        name: Lives(*(statistics.median(times_ns) / 1e3 if times_ns else None for times_ns in by_figure))  # type: ignore[arg-type]
+        for name, by_figure in taken.items()
     }
 
 
 class _Other:
-    """Touches memory that is nobody's, a cache line after the other."""
+    """Touches 8 MiB of memory, each cache line once."""
 
     def __init__(self) -> None:
         self._memory = np.zeros(TOUCHED_BYTES, np.uint8)
@@ -103,11 +102,11 @@ class _Other:
 
 
 def _nothing() -> None:
-    """The life before has just ended."""
+    """Touch no memory."""
 
 
-def life_of_ours(manager: Any, keys: list[bytes], packed: bool) -> tuple[int, int]:
-    """ns of a store, and of the life that it is part of, with our manager."""
+def kvoffload_life(manager: Any, keys: list[bytes], packed: bool) -> tuple[int, int]:
+    """Time a request with our manager; returns ns of the store and of the whole life."""
     clock = time.perf_counter_ns
     started = clock()
     batch = Keys.pack(keys, 32) if packed else keys
@@ -124,15 +123,15 @@ def life_of_ours(manager: Any, keys: list[bytes], packed: bool) -> tuple[int, in
 
 
 def leading_hits(lookup: Callable[..., Any], hit: Any, keys: list[bytes], ctx: Any) -> int:
-    """How many leading blocks vLLM's manager has, asked as its connector asks."""
+    """Count the leading hits with one lookup per key, as vLLM's connector does."""
     for position, key in enumerate(keys):
         if lookup(key, ctx) is not hit:
             return position
     return len(keys)
 
 
-def life_of_theirs(manager: Any, ctx: Any, hit: Any, keys: list[bytes]) -> tuple[int, int]:
-    """The same with vLLM's; its connector has made `ctx` and noted the position of each key."""
+def vllm_life(manager: Any, ctx: Any, hit: Any, keys: list[bytes]) -> tuple[int, int]:
+    """Time a request with vLLM's manager; `ctx` already contains the position of each key."""
     clock = time.perf_counter_ns
     started = clock()
     manager.on_new_request(ctx)

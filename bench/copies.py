@@ -1,8 +1,8 @@
-"""Our copies of blocks against one memcpy of as many bytes: ``python bench/copies.py [--format json]``.
+"""Our block copies against one memcpy of the same bytes: ``python bench/copies.py [--format json]``.
 
-Everything that is compared runs in turns in one process, so that the machine's mood hits all alike: the
-ratios of the medians hold, absolute figures do not. A copy moves between a device of 512 MiB and a pool of
-256 MiB, both populated before, far larger than any cache. Takes less than a minute.
+All candidates run in turns in one process, so that changes of the machine's speed affect all. Ratios of the
+medians are valid on other machines, absolute times are not. Copies go between a device of 512 MiB and a pool
+of 256 MiB, both populated and far larger than any processor cache. Takes less than a minute.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ROUNDS = 5
 
 
 def measure(candidates: dict[str, Callable[[], Any]], rounds: int = ROUNDS) -> dict[str, float]:
-    """Median seconds of each candidate; one of each per round, the first round does not count."""
+    """Run each candidate once per round; returns median seconds without the first round."""
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(rounds + 1):
         for name, candidate in candidates.items():
@@ -49,12 +49,12 @@ def measure(candidates: dict[str, Callable[[], Any]], rounds: int = ROUNDS) -> d
 
 
 def memcpy(dst: Bytes, src: Bytes) -> None:
-    """One call of the C library's memcpy."""
+    """Call the C library's memcpy once."""
     ctypes.memmove(dst.ctypes.data, src.ctypes.data, dst.nbytes)
 
 
 def rows_for(scattered: bool, num_blocks: int) -> tuple[Rows, Rows]:
-    """Rows of the device, which has twice as many blocks, and slots of the pool."""
+    """Choose rows of the device, which has twice as many blocks, and slots of the pool."""
     if not scattered:
         return np.arange(num_blocks) + num_blocks // 2, np.arange(num_blocks)
     random = np.random.default_rng(0)
@@ -71,10 +71,10 @@ def fancy(src: Bytes, src_rows: Rows, dst: Bytes, dst_rows: Rows) -> None:
 
 
 def copies_of(blocks: Bytes, slots: Bytes, pattern: str, torch: Any) -> dict[str, Callable[[], Any]]:
-    """Every way to copy one pattern, by name.
+    """All methods for one pattern, by name.
 
-    A gather collects scattered rows of the device into neighbouring slots, a scatter the reverse; `take`
-    and torch's two calls can only do one of these each.
+    A gather collects scattered rows of the device into neighbouring slots; a scatter is the reverse. `take`
+    and `index_select` only gather, `index_copy_` only scatters.
     """
     rows, order = rows_for(pattern != "neighbours", len(slots))
     dense = np.arange(len(slots))
@@ -103,7 +103,7 @@ def copies_of(blocks: Bytes, slots: Bytes, pattern: str, torch: Any) -> dict[str
 
 
 def bench_copies(device: Bytes, pool: Bytes, torch: Any) -> list[dict[str, Any]]:
-    """For each size of blocks and pattern: the share of memcpy that each way to copy reaches."""
+    """Measure each method's share of memcpy's speed, by block size and pattern."""
     results = []
     for block_bytes in BLOCK_BYTES:
         blocks, slots = device.reshape(-1, block_bytes), pool.reshape(-1, block_bytes)
@@ -121,7 +121,7 @@ def bench_copies(device: Bytes, pool: Bytes, torch: Any) -> list[dict[str, Any]]
 
 
 def bench_tier(blocks: Bytes) -> dict[str, Any]:
-    """GB/s of generated contents, of the RAM tier with and without checksums, and of the check alone."""
+    """Measure GB/s of generated contents, of the RAM tier with and without checksums, of the check alone."""
     num_blocks, block_bytes = len(blocks) // 4, blocks.shape[1]
     rows = np.random.default_rng(0).permutation(num_blocks)
     keys = Keys.pack([number.to_bytes(36, "big") for number in range(num_blocks)], 36)
@@ -145,7 +145,7 @@ def bench_tier(blocks: Bytes) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """Describe the machine."""
     processor = platform.processor() or platform.machine()
     if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo") as lines:
@@ -171,7 +171,7 @@ def print_report(report: dict[str, Any]) -> None:
     names = list(
         dict.fromkeys(name for row in report["copies"] for name in row["ratios"] if name != "memcpy")
     )
-    print(f"\nShare of one memcpy of {size(TOTAL_BYTES)} (1.00 is as fast; more is faster)\n")
+    print(f"\nSpeed relative to one memcpy of {size(TOTAL_BYTES)} (above 1.00: faster)\n")
     head = ["block", "pattern", "memcpy GB/s", *names]
     body = [
         [size(row["block_bytes"]), row["pattern"], f"{row['memcpy_gb_per_s']:.1f}"]
@@ -195,7 +195,7 @@ def main() -> None:
     parser.add_argument("--format", choices=("terminal", "json"), default="terminal")
     arguments = parser.parse_args()
     torch: Any = None
-    note = "torch is not installed: its rows are left out"
+    note = "torch is not installed: no rows for torch"
     if importlib.util.find_spec("torch"):
         torch = importlib.import_module("torch")
         torch.set_num_threads(1)

@@ -1,15 +1,14 @@
-"""The disk tier beside the best raw method and beside a file for each block, in one run.
+"""Speed of the disk tier against raw I/O and against one file per block, in one run.
 
     python bench/disk.py --path DIRECTORY
 
-All sides write and read the same blocks, with direct I/O, from and into the same memory, and end a pass with
-their data durable, except "a file each". *raw* moves them to and from one preallocated file, with one
-`fdatasync`; it verifies nothing and remembers nothing. The best of several ways counts: pieces of a block, of
-1 or of 4 MiB, by 1 to 16 threads.
+All sides transfer the same blocks with direct I/O between a disk and the same memory. After a write pass the
+data are durable, except for "a file each". *raw* uses one preallocated file and one `fdatasync`, without
+verification or index; its fastest method counts: pieces of one block, 1 MiB or 4 MiB, with 1 to 16 threads.
 
-Disks are shared and their speed changes from second to second. So each pass of ours or of files has a raw one
-before and after it, and is compared with the mean of these two; medians and quartiles of the ratios are
-printed. Of files there are 3 passes at most.
+The speed of a shared disk changes from second to second. Therefore each pass of the tier or of files is
+compared with the mean of a raw pass before and a raw pass after it. Prints medians and quartiles of the
+ratios. Files are measured in at most 3 passes.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ from kvoffload.tiers.disk.slab_layout import LOCK_FILE_BYTES, Layout
 PIECE_BYTES = 4 * 1024 * 1024
 KEY_BYTES = 36
 SLAB_PASSES = 4
-"""How many passes the slab holds."""
+"""Number of passes that fit into the slab."""
 DIRECT = getattr(os, "O_DIRECT", 0)
 Pool = npt.NDArray[np.uint8]
 
 
 class Cost(NamedTuple):
-    """Of one pass: how long it took, and how much of the machine's processors, all threads together."""
+    """Cost of one pass: wall time, and CPU time of all threads."""
 
     wall_s: float
     cpu_s: float
@@ -56,7 +55,7 @@ def cost_of(work: Callable[[], object]) -> Cost:
 
 
 class Raw:
-    """One preallocated file, moved in pieces."""
+    """One preallocated file, transferred in pieces."""
 
     def __init__(self, path: Path, pool: Pool) -> None:
         self._fd = os.open(path / "raw", os.O_RDWR | os.O_CREAT | DIRECT, 0o600)
@@ -65,19 +64,19 @@ class Raw:
         self._block = pool.shape[1]
 
     def methods(self) -> list[tuple[int, int]]:
-        """Bytes of a piece, and threads."""
+        """All pairs of piece size in bytes and number of threads."""
         pieces = sorted({self._block, 1 << 20, PIECE_BYTES})
         return [(piece, threads) for piece in pieces if piece >= self._block for threads in (1, 4, 8, 16)]
 
     def move(self, operation: Callable[..., int], piece: int, threads: int) -> None:
         size = max(piece, self._block)
-        parts = [(self._memory[at : at + size], at) for at in range(0, len(self._memory), size)]
+        pieces = [(self._memory[at : at + size], at) for at in range(0, len(self._memory), size)]
         if threads == 1:
-            for part, at in parts:
-                operation(self._fd, [part], at)
+            for memory, at in pieces:
+                operation(self._fd, [memory], at)
             return
         with ThreadPoolExecutor(threads) as executor:
-            list(executor.map(lambda item: operation(self._fd, [item[0]], item[1]), parts))
+            list(executor.map(lambda item: operation(self._fd, [item[0]], item[1]), pieces))
 
     def write(self, piece: int, threads: int) -> None:
         self.move(os.pwritev, piece, threads)
@@ -91,7 +90,7 @@ class Raw:
 
 
 class Tier:
-    """Ours: a job for each `request_blocks`, all submitted at once. The slab is full of earlier passes."""
+    """Our disk tier: jobs of `request_blocks` blocks, all submitted at once, into a full slab."""
 
     def __init__(self, path: Path, pool: Pool, request_blocks: int, threads: int) -> None:
         count, block_bytes = pool.shape
@@ -104,7 +103,7 @@ class Tier:
         self._jobs: list[tuple[Keys, npt.NDArray[np.int64]]] = []
 
     def rename(self) -> None:
-        """The blocks get new keys, as the next to be written have."""
+        """Give the blocks new keys, so that the next pass writes all of them."""
         self._life += 1
         rows = np.arange(len(self._pool))
         names = [b"%0*d" % (KEY_BYTES, self._life * len(rows) + row) for row in rows.tolist()]
@@ -132,7 +131,7 @@ class Tier:
 
 
 class Directory:
-    """A file for each block, written beside its name and renamed, by four threads."""
+    """One file per block, written under a temporary name and renamed, with four threads."""
 
     def __init__(self, path: Path, pool: Pool) -> None:
         self._path, self._pool = path / "files", pool
@@ -162,8 +161,8 @@ class Directory:
 
 
 class Against(NamedTuple):
-    """A side beside raw passes around it: its median speed, quartiles of its share of the raw one, and the
-    median CPU time of a pass of each."""
+    """A side compared with raw passes: its median speed, quartiles of its share of the raw speed, and the
+    median CPU time of both per pass."""
 
     bytes_per_s: float
     shares: list[float]
@@ -178,7 +177,7 @@ def against(
     passes: int,
     moved: int,
 ) -> Against:
-    """Passes of a side between raw passes; `before` each of its own something that is not timed."""
+    """Measure passes of a side between raw passes; `before` runs before each of the side's, not timed."""
     costs, raws, shares = list[Cost](), [cost_of(raw)], list[float]()
     for _ in range(passes):
         before()
@@ -195,13 +194,13 @@ def against(
 
 
 def measure(path: Path, block_bytes: int, total_bytes: int, *, passes: int, threads: int, batch: int) -> None:
-    """Print one block size."""
+    """Measure and print one block size."""
     count = total_bytes // block_bytes
     pool = aligned(count * block_bytes).reshape(count, block_bytes)
     pool[:] = np.random.default_rng(0).integers(0, 256, pool.shape, np.uint8)
     raw, tier = Raw(path, pool), Tier(path, pool, batch or max(1, 16 * PIECE_BYTES // block_bytes), threads)
     files = Directory(path, pool)
-    # The first pass of all goes into room that nothing was written to yet: it is not counted.
+    # Not counted: the first pass writes into unallocated space.
     raw.write(PIECE_BYTES, 4)
     files.write(False)
     for _ in range(SLAB_PASSES):
@@ -215,7 +214,7 @@ def measure(path: Path, block_bytes: int, total_bytes: int, *, passes: int, thre
         },
         "read": {"ours": tier.read, "a file each": files.read},
     }
-    for verb, others in sides.items():
+    for verb, sides_of_verb in sides.items():
         move = raw.write if verb == "write" else raw.read
         seconds = {
             way: statistics.median(cost_of(partial(move, *way)).wall_s for _ in range(3))
@@ -223,18 +222,18 @@ def measure(path: Path, block_bytes: int, total_bytes: int, *, passes: int, thre
         }
         piece, workers = best = min(seconds, key=seconds.__getitem__)
         print(
-            f"{block_bytes >> 10:5d} KiB {verb:5s}: raw at its best, {piece >> 10} KiB x {workers} threads: "
+            f"{block_bytes >> 10:5d} KiB {verb:5s}: fastest raw, {piece >> 10} KiB x {workers} threads: "
             f"{pool.nbytes / seconds[best] / 1e9:.2f} GB/s"
         )
-        for name, side in others.items():
+        for name, side in sides_of_verb.items():
             before = tier.rename if side == tier.write else lambda: None
             rounds = passes if name == "ours" else min(passes, 3)
-            found = against(partial(move, *best), side, before, rounds, pool.nbytes)
-            low, middle, high = found.shares
+            result = against(partial(move, *best), side, before, rounds, pool.nbytes)
+            low, middle, high = result.shares
             print(
-                f"{'':17s} {name:20s} {found.bytes_per_s / 1e9:.2f} GB/s, "
+                f"{'':17s} {name:20s} {result.bytes_per_s / 1e9:.2f} GB/s, "
                 f"{middle:.2f} of raw ({low:.2f} to {high:.2f}); CPU a block "
-                f"{found.cpu_s / count * 1e6:.0f} us, raw {found.raw_cpu_s / count * 1e6:.0f} us",
+                f"{result.cpu_s / count * 1e6:.0f} us, raw {result.raw_cpu_s / count * 1e6:.0f} us",
                 flush=True,
             )
     raw.close()
@@ -245,12 +244,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--path", type=Path, required=True, help="a directory on the disk to measure")
+    parser.add_argument("--path", type=Path, required=True, help="directory on the disk to measure")
     parser.add_argument("--total", default="2GiB")
     parser.add_argument("--block-bytes", nargs="+", default=["64KiB", "256KiB", "1MiB", "2MiB", "4MiB"])
     parser.add_argument("--passes", type=int, default=11)
-    parser.add_argument("--threads", type=int, default=16, help="of the tier")
-    parser.add_argument("--batch", type=int, default=0, help="blocks of a job of the tier; 0: 64 MiB of them")
+    parser.add_argument("--threads", type=int, default=16, help="threads of the tier")
+    parser.add_argument("--batch", type=int, default=0, help="blocks per job of the tier; 0: 64 MiB")
     chosen = parser.parse_args(arguments)
     total_bytes = parse_size("total", chosen.total)
     for text in chosen.block_bytes:

@@ -1,4 +1,4 @@
-"""How long opening takes: metadata of a slab of any size, without its data (a sparse file).
+"""Time to open a disk tier of any size. The slab is a sparse file, so that only metadata exist.
 
 python bench/disk_open.py --capacity 1TiB --block-bytes 64KiB --path DIRECTORY
 """
@@ -26,7 +26,7 @@ KEY_BYTES, FINGERPRINT = 36, "bench"
 
 
 def fill(path: Path, capacity_bytes: int, block_bytes: int, files: Files) -> int:
-    """Make a slab whose journal says that every slot holds a block; how many."""
+    """Make a slab with a journal in which every slot holds a block; returns the number of slots."""
     layout = Layout.within(capacity_bytes, block_bytes, KEY_BYTES)
     log = RateLimitedLog("kvoffload.disk")
     geometry = Geometry(layout, capacity_bytes, FINGERPRINT)

@@ -1,7 +1,7 @@
-"""Cost of `kvoffload explain` relative to the replay that it explains; docs/explain.md quotes it.
+"""CPU time of `kvoffload explain` relative to a replay; docs/explain.md quotes it.
 
-Alternates both sides in one process and prints medians of the CPU time and their ratios: a replay, the same
-replay with its misses explained, and the replays with larger capacities.
+Runs in turns in one process: a replay, the same replay with explained misses, and replays with larger
+capacities. Prints medians of the CPU time and their ratios.
 
     python bench/explain.py                  built-in chat
     python bench/explain.py TRACE [ROUNDS]   a recording
@@ -21,7 +21,7 @@ from kvoffload.traces.sources import load_trace
 
 
 def cpu_s(work: Callable[[], object]) -> float:
-    """Seconds of CPU time of this thread."""
+    """Run `work`; returns seconds of CPU time of this thread."""
     start = time.thread_time()
     work()
     return time.thread_time() - start
@@ -35,15 +35,15 @@ def main(name: str, rounds: int) -> None:
         "explained": lambda: find_misses(trace, config),
         "larger capacities": lambda: larger_hits(trace, config),
     }
-    found: dict[str, list[float]] = {side: [] for side in sides}
+    seconds_of: dict[str, list[float]] = {side: [] for side in sides}
     for work in sides.values():
         work()  # compiles
     for _ in range(rounds):
         for side, work in sides.items():
-            found[side].append(cpu_s(work))
+            seconds_of[side].append(cpu_s(work))
     print(f"{trace.name}: {trace.requests:,} requests, {trace.block_refs:,} references, 5% RAM, lru")
-    base = statistics.median(found["replay"])
-    for side, seconds in found.items():
+    base = statistics.median(seconds_of["replay"])
+    for side, seconds in seconds_of.items():
         median = statistics.median(seconds)
         print(f"{side:>18} {median:7.2f} s {median / base:6.2f} times the replay")
 

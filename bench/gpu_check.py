@@ -1,17 +1,16 @@
 """All checks that need a GPU, in one command: ``make gpu-check``, or ``python bench/gpu_check.py``.
 
-Needs torch and numba, and no network; some minutes, and longer where vLLM is installed. Without
-a GPU it runs on CPU tensors to test itself; these figures are not valid for a GPU. Prints one page and a
-table of the parts that passed, failed or did not run, with reasons; writes the same as JSON; and exits with 1
-if a part failed.
+Needs torch and numba, and no network. Takes some minutes, and longer if vLLM is installed. Without a GPU it
+tests itself on CPU tensors; these figures are not valid for a GPU. Prints one page and a table of the parts
+that passed, failed or did not run, with reasons. Writes the same as JSON. Exits with 1 if a part failed.
 
-    equality    every way across the bus, both directions, layouts of several shapes: the bytes are compared
-    bandwidth   ours against one copy of the same bytes between pinned memory and the device (cudaMemcpyAsync)
-    threshold   runs against gathering for scattered blocks: where should `RUN_BYTES` be?
+    equality    compares bytes: every copy method, both directions, layouts of several shapes
+    bandwidth   our copies against one cudaMemcpyAsync of the same bytes between pinned memory and the device
+    threshold   runs against gathering for scattered blocks: the best value of `RUN_BYTES`
     overlap     the share of a store that a computation hides
-    checks      the host's time for the verification of a block
-    vllm        what vLLM uses, each in its own process (`gpu_check_vllm.py`): the copies, then engines with
-                model runners V1 and V2, CUDA graphs, zeroing of new blocks, and two GPUs
+    checks      the host's time to verify a block
+    vllm        the vLLM integration, each part in its own process (`gpu_check_vllm.py`): the copies, then
+                engines with model runners V1 and V2, CUDA graphs, zeroing of new blocks, and two GPUs
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ torch: Any = untyped_torch
 Rows = npt.NDArray[np.int64]
 KIB, MIB = 1024, 1024 * 1024
 EVERY_WAY = {"as planned": None, "runs": 0, "gathered": 1 << 62}
-"""Names, and what `RUN_BYTES` is while they are tried."""
+"""Copy methods by name, with the value of `RUN_BYTES` that forces them."""
 
 
 class Machine:
@@ -59,11 +58,11 @@ class Machine:
             torch.cuda.synchronize(self.device)
 
     def host_pool(self, num_blocks: int, block_bytes: int) -> npt.NDArray[np.uint8]:
-        """Memory that engines pin themselves."""
+        """Allocate unpinned memory: engines pin it themselves."""
         return np.zeros((num_blocks, block_bytes), np.uint8)
 
     def seconds(self, act: Callable[[], object], rounds: int = 5) -> float:
-        """Return the median of several rounds, without the first."""
+        """Median seconds of several rounds, without the first."""
         taken = []
         for _ in range(rounds + 1):
             self.wait()
@@ -74,18 +73,18 @@ class Machine:
         return statistics.median(taken[1:])
 
     def describe(self) -> dict[str, Any]:
-        found = {"python": platform.python_version(), "torch": torch.__version__, "device": "CPU tensors"}
+        facts = {"python": platform.python_version(), "torch": torch.__version__, "device": "CPU tensors"}
         if self.is_gpu:
-            found |= {
+            facts |= {
                 "device": torch.cuda.get_device_name(self.device),
                 "memory_gib": round(torch.cuda.get_device_properties(self.device).total_memory / 2**30),
                 "cuda": torch.version.cuda,
             }
-        return found
+        return facts
 
 
 def layouts(machine: Machine, num_blocks: int, block_bytes: int) -> Iterator[tuple[str, Any]]:
-    """Tensors whose rows are blocks: of several dtypes and shapes, packed and with gaps."""
+    """Generate tensors with a block in each row: several dtypes and shapes, packed and with gaps."""
     device = machine.device
     generator = torch.Generator().manual_seed(block_bytes)
     filled = torch.randint(0, 256, (num_blocks, 2, block_bytes), dtype=torch.uint8, generator=generator)
@@ -141,8 +140,8 @@ def there_and_back(
         stored = engine.store(device_rows, pool, slots)
         stored.wait()
         engine.load(pool, slots, device_rows[::-1].copy()).wait()
-        found: npt.NDArray[np.uint8] = byte_rows(tensor).cpu().numpy()
-        return found
+        facts: npt.NDArray[np.uint8] = byte_rows(tensor).cpu().numpy()
+        return facts
     finally:
         engine.close()
         ways.RUN_BYTES = usual
@@ -172,7 +171,7 @@ class Bench:
         self.engine.load(self.pool, np.arange(self.num_blocks), device_rows).wait()
 
     def raw_gb_per_s(self) -> dict[str, float]:
-        """Measure one copy of the same bytes, with pinned memory on a device."""
+        """Measure one copy of the same bytes, from and to pinned memory if there is a GPU."""
         pinned = torch.empty(self.total_bytes, dtype=torch.uint8, pin_memory=self.machine.is_gpu)
         flat = self.tensor.view(-1)[: self.total_bytes]
         seconds = {
@@ -187,7 +186,7 @@ class Bench:
 
 
 def bandwidth(machine: Machine, sizes: list[int], total_bytes: int) -> list[dict[str, Any]]:
-    found = []
+    facts = []
     for block_bytes in sizes:
         bench = Bench(machine, block_bytes, total_bytes)
         row: dict[str, Any] = {"block_kib": block_bytes // KIB}
@@ -196,13 +195,13 @@ def bandwidth(machine: Machine, sizes: list[int], total_bytes: int) -> list[dict
             for kind in ("neighbours", "scattered"):
                 row[f"{verb} {kind} of raw"] = round(bench.gb_per_s(verb, kind) / raw, 2)
         bench.engine.close()
-        found.append(row)
-    return found
+        facts.append(row)
+    return facts
 
 
 def threshold(machine: Machine, sizes: list[int], total_bytes: int) -> list[dict[str, Any]]:
     """Compare single copies of scattered blocks with gathered copies, for several block sizes."""
-    usual, found = ways.RUN_BYTES, []
+    usual, rows = ways.RUN_BYTES, []
     for block_bytes in sizes:
         bench = Bench(machine, block_bytes, total_bytes)
         row: dict[str, Any] = {"block_kib": block_bytes // KIB}
@@ -217,26 +216,26 @@ def threshold(machine: Machine, sizes: list[int], total_bytes: int) -> list[dict
             row[f"{verb} gathered/runs"] = round(speeds["gathered"] / speeds["runs"], 2)
         row["gathered now"] = block_bytes < usual
         bench.engine.close()
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def overlap(machine: Machine, total_bytes: int) -> dict[str, Any]:
     """Measure the overlap of a store with matrix products: 1 if fully hidden, 0 if they run in turn."""
     bench = Bench(machine, 2 * MIB, total_bytes)
     size = 4096 if machine.is_gpu else 512
-    left = torch.rand((size, size), device=machine.device, dtype=torch.float32)
+    matrix = torch.rand((size, size), device=machine.device, dtype=torch.float32)
     rows, slots = bench.rows("neighbours"), np.arange(bench.num_blocks)
     copying = machine.seconds(lambda: bench.store(rows))
-    one = machine.seconds(lambda: left @ left)
-    products = max(1, round(copying / one))
+    product_s = machine.seconds(lambda: matrix @ matrix)
+    products = max(1, round(copying / product_s))
 
     def compute() -> None:
         for _ in range(products):
-            left @ left
+            matrix @ matrix
 
     def both() -> None:
-        # Submitted first: it waits only for what is already on the stream.
+        # Submitted first: it waits only for work that is already on the stream.
         transfer = bench.engine.store(rows, bench.pool, slots)
         compute()
         transfer.wait()
@@ -258,15 +257,15 @@ def checks(machine: Machine, sizes: list[int]) -> list[dict[str, Any]] | str:
         return "not measured: xxhash is not installed here"
     from kvoffload.tiers.checksum import checksums
 
-    found = []
+    rows = []
     for block_bytes in sizes:
         pool = machine.host_pool(max(1, 128 * MIB // block_bytes), block_bytes)
         addresses = pool.ctypes.data + np.arange(len(pool)) * block_bytes
         seeds = np.arange(len(pool), dtype=np.uint64)
         taken = machine.seconds(lambda: checksums(addresses, block_bytes, seeds))  # noqa: B023
-        found.append({"block_kib": block_bytes // KIB, "us": round(1e6 * taken / len(pool), 1),
+        rows.append({"block_kib": block_bytes // KIB, "us": round(1e6 * taken / len(pool), 1),
                       "GB/s": round(pool.nbytes / taken / 1e9, 1)})  # fmt: skip
-    return found
+    return rows
 
 
 PART_LIMIT_S = 900.0
@@ -276,7 +275,7 @@ ENGINES = [
     ["--runner", "V2", "--graphs", "on", "--zeroing"],
     ["--runner", "V2", "--graphs", "on", "--tp", "2"],
 ]
-"""Engines that a GPU is tried with."""
+"""Arguments of the engines that are checked on a GPU."""
 ON_THE_CPU = ["--requests", "24", "--documents", "5"]
 
 
@@ -285,13 +284,16 @@ def vllm_parts(is_gpu: bool) -> list[dict[str, Any]]:
     if importlib.util.find_spec("vllm") is None:
         return [{"part": "vllm", "status": "not run", "why": f"vLLM is not installed for {sys.executable}"}]
     device = ["--device", "cuda" if is_gpu else "cpu"]
-    found = vllm_part(["copies", *device])
-    for more in ENGINES if is_gpu else [ON_THE_CPU]:
-        found += vllm_part(["engine", *device, *more])
+    parts = vllm_part(["copies", *device])
+    for arguments in ENGINES if is_gpu else [ON_THE_CPU]:
+        parts += vllm_part(["engine", *device, *arguments])
     if not is_gpu:
         why = "no GPU here"
-        found += [{"part": f"engine {' '.join(more)}", "status": "not run", "why": why} for more in ENGINES]
-    return found
+        parts += [
+            {"part": f"engine {' '.join(arguments)}", "status": "not run", "why": why}
+            for arguments in ENGINES
+        ]
+    return parts
 
 
 def vllm_part(arguments: list[str]) -> list[dict[str, Any]]:
@@ -307,53 +309,53 @@ def vllm_part(arguments: list[str]) -> list[dict[str, Any]]:
             ending, lines = f"ended with {done.returncode}", (done.stdout + done.stderr).splitlines()
         except subprocess.TimeoutExpired:
             ending, lines = f"took more than {PART_LIMIT_S:.0f} s", []
-        found: list[dict[str, Any]] = json.loads(out.read_text()) if out.exists() else []
-    if ending != "ended with 0" and not any(one["status"] == "failed" for one in found):
-        found.append({"part": name, "status": "failed", "why": ending})
-    for one in found:
-        if one["status"] == "failed":
-            one["output"] = lines[-60:]
-    return found
+        parts: list[dict[str, Any]] = json.loads(out.read_text()) if out.exists() else []
+    if ending != "ended with 0" and not any(check["status"] == "failed" for check in parts):
+        parts.append({"part": name, "status": "failed", "why": ending})
+    for check in parts:
+        if check["status"] == "failed":
+            check["output"] = lines[-60:]
+    return parts
 
 
-def of_page(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the parts of the page as rows of the table."""
-    wrong = found["equality"]["wrong"]
+def of_page(page: dict[str, Any]) -> list[dict[str, Any]]:
+    """Convert the parts of the page to rows of the table."""
+    wrong = page["equality"]["wrong"]
     rows = [
         {
             "part": "equality",
             "status": "failed" if wrong else "passed",
             "why": "; ".join(wrong[:5]),
-            "cases": found["equality"]["cases"],
+            "cases": page["equality"]["cases"],
         }
     ]
     for name in ("bandwidth", "threshold", "overlap", "checks"):
-        is_text = isinstance(found[name], str)
+        is_text = isinstance(page[name], str)
         rows.append(
-            {"part": name, "status": "not run" if is_text else "ran", "why": found[name] if is_text else ""}
+            {"part": name, "status": "not run" if is_text else "ran", "why": page[name] if is_text else ""}
         )
     return rows
 
 
 def table(parts: list[dict[str, Any]]) -> str:
-    """Print the parts that passed, failed or did not run, with reasons."""
-    width = max(len(one["part"]) for one in parts)
+    """Format the parts that passed, failed or did not run, with reasons."""
+    width = max(len(check["part"]) for check in parts)
     lines = []
-    for one in parts:
-        rest = {key: value for key, value in one.items() if key not in ("part", "status", "why", "output")}
-        numbers = "   ".join(f"{key} {value}" for key, value in rest.items())
-        lines.append(f"  {one['part']:<{width}}  {one['status']:<10}  {one['why'] or numbers}")
-        if one["why"] and numbers:
+    for check in parts:
+        extra = {key: value for key, value in check.items() if key not in ("part", "status", "why", "output")}
+        numbers = "   ".join(f"{key} {value}" for key, value in extra.items())
+        lines.append(f"  {check['part']:<{width}}  {check['status']:<10}  {check['why'] or numbers}")
+        if check["why"] and numbers:
             lines.append(f"  {'':<{width}}  {'':<10}  {numbers}")
     return "\n".join(lines)
 
 
-def report(found: dict[str, Any]) -> str:
-    """Print the page."""
+def report(page: dict[str, Any]) -> str:
+    """Format the page."""
     lines = []
-    for name, part in found.items():
+    for name, check in page.items():
         lines.append(f"\n{name}")
-        for row in part if isinstance(part, list) else [part]:
+        for row in check if isinstance(check, list) else [check]:
             cells = row.items() if isinstance(row, dict) else [("", row)]
             lines.append("  " + "   ".join(f"{key} {_short(value)}" for key, value in cells))
     return "\n".join(lines)
@@ -368,33 +370,33 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--total", type=int, help="MiB moved at once; 1,024 on a GPU, 32 without")
-    parser.add_argument("--out", type=Path, help="where the JSON goes; otherwise to the standard output")
+    parser.add_argument("--total", type=int, help="MiB per copy; default: 1,024 on a GPU, 32 without")
+    parser.add_argument("--out", type=Path, help="file for the JSON; default: standard output")
     chosen = parser.parse_args()
     machine = Machine(chosen.device)
     total_bytes = (chosen.total or (1024 if machine.is_gpu else 32)) * MIB
     sizes = [4 * KIB, 64 * KIB, 128 * KIB, 256 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB]
-    found: dict[str, Any] = {"machine": machine.describe()}
+    page: dict[str, Any] = {"machine": machine.describe()}
     began = time.perf_counter()
-    found["equality"] = equality(machine, sizes)
-    found["bandwidth"] = bandwidth(machine, sizes, total_bytes)
+    page["equality"] = equality(machine, sizes)
+    page["bandwidth"] = bandwidth(machine, sizes, total_bytes)
     if machine.is_gpu:
-        found["threshold"] = threshold(machine, sizes[1:], total_bytes)
+        page["threshold"] = threshold(machine, sizes[1:], total_bytes)
     else:
-        found["threshold"] = "not measured: on CPU tensors there is one way"
-    found["overlap"] = overlap(machine, total_bytes)
-    found["checks"] = checks(machine, sizes[1:])
-    print(report(found), flush=True)
-    found["parts"] = of_page(found) + vllm_parts(machine.is_gpu)
-    found["seconds"] = round(time.perf_counter() - began, 1)
-    print(f"\nparts\n{table(found['parts'])}")
-    text = json.dumps(found, indent=2)
+        page["threshold"] = "not measured: on CPU tensors there is one way"
+    page["overlap"] = overlap(machine, total_bytes)
+    page["checks"] = checks(machine, sizes[1:])
+    print(report(page), flush=True)
+    page["parts"] = of_page(page) + vllm_parts(machine.is_gpu)
+    page["seconds"] = round(time.perf_counter() - began, 1)
+    print(f"\nparts\n{table(page['parts'])}")
+    text = json.dumps(page, indent=2)
     if chosen.out is not None:
         chosen.out.write_text(text + "\n")
     else:
         print(text)
-    failed = [one["part"] for one in found["parts"] if one["status"] == "failed"]
-    print(f"\n{len(failed)} of {len(found['parts'])} parts failed, after {found['seconds']} s")
+    failed = [check["part"] for check in page["parts"] if check["status"] == "failed"]
+    print(f"\n{len(failed)} of {len(page['parts'])} parts failed, after {page['seconds']} s")
     return 1 if failed else 0
 
 

@@ -3,17 +3,15 @@
     python bench/gpu_check_vllm.py copies --device cuda --out FILE
     python bench/gpu_check_vllm.py engine --device cuda --runner V2 --graphs on --tp 1 [--zeroing] --out FILE
 
-`bench/gpu_check.py` starts a process for each, so that an error of the device ends one part. FILE is a JSON
-list of parts that have passed, failed or not run.
+`bench/gpu_check.py` starts a process for each part, so that an error of the device ends only that part. FILE
+is a JSON list of the parts that passed, failed or did not run.
 
-    copies   the bytes that `DeviceCopies` moves against a loop: int8 tensors, pages of 4 to 256 KiB, one
-             block and three in a chunk, few and many blocks, pinned and unpinned pool; and the same of
-             `HostCopies`, which need no GPU.
-    engine   a tiny model, first without offloading, then with `on-compute` and with `on-device-eviction`:
-             each answer is compared as far as it is certain. bfloat16 on a GPU, float32 on the CPU. A
-             quarter of the requests is audited: stored blocks must equal computed ones up to rounding. Two
-             engines in turn use one shared pool. With
-             --zeroing the engine zeroes new blocks, as for recurrent state.
+    copies   compares `DeviceCopies`, and `HostCopies` without a GPU, with a loop: int8 tensors, pages of 4
+             to 256 KiB, one and three blocks in a chunk, few and many blocks, pinned and unpinned pool.
+    engine   compares the certain tokens of a tiny model's answers: without offloading, with `on-compute`
+             and with `on-device-eviction`. bfloat16 on a GPU, float32 on the CPU. A quarter of the requests
+             is audited: stored blocks must equal computed blocks up to rounding. Then two engines use one
+             shared pool in turn. With --zeroing the engine zeroes new blocks, as for recurrent state.
 """
 
 from __future__ import annotations
@@ -38,24 +36,24 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 KIB = 1024
 PAGES_KIB = (4, 16, 27, 28, 64, 256)
-"""Sizes of pages: below 28 KiB vLLM loads with a Triton kernel, from 16 blocks on."""
+"""Page sizes. vLLM loads 16 or more blocks of less than 28 KiB with a Triton kernel."""
 BF16_MARGIN = 0.3
-"""Log-probability by which a token must be ahead in bfloat16; rounding moves a logit by up to 0.06."""
+"""Least lead of a certain token in log-probability, in bfloat16; rounding moves a logit by up to 0.06."""
 
 AUDIT = {"share": 0.25, "on_difference": "count"}
-"""A quarter of the requests with hits is computed again, and compared with the stored blocks: a copy that did
-not wait for the computation shows there even if no answer is wrong."""
+"""Recompute a quarter of the requests with hits and compare with the stored blocks. Finds a copy that did not
+wait for the computation, even if no answer is wrong."""
 
 SHARED = {"size": "64MiB", "shared": "node", "keep": "1min"}
 """A pool that outlives its first engine: the second engine registers the same memory, and loads the blocks of
 the first."""
 
 ENOUGH_REQUESTS = 100
-"""With fewer requests it is chance whether one of them is audited."""
+"""With fewer requests, possibly none is audited."""
 
 MOST_ATTEMPTS = 5
-"""With few requests it is also chance whether one of them loads: the order of transfers depends on the
-machine. The requests are sent again, after a reset of the engine's prefix cache, until one of them loads."""
+"""Possibly no request loads, because the order of transfers depends on the machine. Then the engine's prefix
+cache is reset and the requests are repeated, at most this many times in all."""
 
 Part = dict[str, Any]
 
@@ -78,7 +76,7 @@ def caches(device: str, page_bytes: int, num_blocks: int, seed: int) -> Any:
     ]
     groups = [[(0, page_bytes), (1, page_bytes - 64)], [(2, page_bytes)]]
     return SimpleNamespace(
-        tensors=[SimpleNamespace(tensor=one, page_size_bytes=page_bytes) for one in tensors],
+        tensors=[SimpleNamespace(tensor=tensor, page_size_bytes=page_bytes) for tensor in tensors],
         group_data_refs=[
             [SimpleNamespace(tensor_idx=tensor, page_size_bytes=size, mapping=None) for tensor, size in group]
             for group in groups
@@ -87,7 +85,7 @@ def caches(device: str, page_bytes: int, num_blocks: int, seed: int) -> Any:
 
 
 class Case:
-    """A transfer to a pool and back."""
+    """Transfer to a pool and back."""
 
     def __init__(self, device: str, page_bytes: int, per_chunk: int, chunks: int, directory: Path) -> None:
         from vllm.v1.kv_offload.base import GPULoadStoreSpec
@@ -122,9 +120,9 @@ class Case:
         return [tensor.tensor.cpu().numpy().copy() for tensor in self.caches.tensors]
 
     def expected(self, before: list[Any]) -> tuple[Any, list[Any]]:
-        """Compute with loops the pool after the store, and the tensors after the load."""
+        """Compute the pool after the store and the tensors after the load, with loops."""
         pool = np.zeros_like(self.pool.part(1))
-        after = [one.copy() for one in before]
+        after = [tensor.copy() for tensor in before]
         for move, back in zip(self._moves(self.stored), self._moves(self.loaded), strict=True):
             for region in self.layout.regions[move.group]:
                 begin = region.start + move.inner * region.stride
@@ -138,7 +136,7 @@ class Case:
         return self.layout.moves(engine, self.slots.block_ids)
 
     def run(self, copies: Any) -> list[str]:
-        """Store and load with these copies; returns the differences and the times."""
+        """Store and load with these copies; returns the differences."""
         before = self.bytes_of()
         pool, after = self.expected(before)
         wrong = []
@@ -153,7 +151,9 @@ class Case:
                 wrong.append(f"job {job}: {result}")
             if job == 1 and not np.array_equal(self.pool.part(1), pool):
                 wrong.append("stored bytes")
-        if not all(np.array_equal(one, two) for one, two in zip(self.bytes_of(), after, strict=True)):
+        if not all(
+            np.array_equal(actual, expected) for actual, expected in zip(self.bytes_of(), after, strict=True)
+        ):
             wrong.append("loaded bytes")
         if self.pool.part(0).any():
             wrong.append("the other worker's part")
@@ -184,7 +184,7 @@ def makers(device: str) -> Iterator[tuple[str, str, Callable[[Case], Any]]]:
 
 
 def check_copies(device: str) -> Iterator[Part]:
-    """Check each kind of copies and pool; a part for each."""
+    """Check each kind of copies and pool; yields one part per kind."""
     for name, where, make in makers(device):
         cases, kernels, wrong = 0, 0, []
         for page_kib, per_chunk, chunks in itertools.product(PAGES_KIB, (1, 3), (2, 24)):
@@ -193,10 +193,10 @@ def check_copies(device: str) -> Iterator[Part]:
                 copies = make(case)
                 loading = getattr(copies, "_loading", None)
                 kernels += isinstance(getattr(loading, "_swap_blocks_batch", None), partial)
-                found = case.run(copies)
+                differences = case.run(copies)
             cases += 1
             label = f"{page_kib} KiB, {per_chunk} a chunk, {chunks} chunks"
-            wrong += [f"{label}: {one}" for one in found]
+            wrong += [f"{label}: {difference}" for difference in differences]
         status, why = "failed" if wrong else "passed", "; ".join(wrong[:5])
         yield part(f"copies of vLLM, {name}", status, why, cases=cases, wrong=len(wrong), with_triton=kernels)
     if device == "cpu":
@@ -212,22 +212,22 @@ def shared_memory() -> str | None:
 
 def settings_of(chosen: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of `LLM`."""
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "max_num_batched_tokens": 128,
         "num_gpu_blocks_override": 48,
         "enforce_eager": chosen.graphs == "off",
         "tensor_parallel_size": chosen.tp,
     }
     if chosen.device != "cpu":
-        found |= {"dtype": "bfloat16", "gpu_memory_utilization": 0.3, "block_size": 16}
-        found |= {"num_gpu_blocks_override": 96}
+        settings |= {"dtype": "bfloat16", "gpu_memory_utilization": 0.3, "block_size": 16}
+        settings |= {"num_gpu_blocks_override": 96}
     if chosen.tp > 1:
-        found["distributed_executor_backend"] = "mp"
-    return found
+        settings["distributed_executor_backend"] = "mp"
+    return settings
 
 
 def check_engine(chosen: argparse.Namespace) -> Iterator[Part]:
-    """Compare an engine with each store mode with two runs of an engine without offloading."""
+    """Compare an engine in each store mode with two runs of an engine without offloading."""
     conftest, traffic = of_tests("engine"), of_tests("traffic")
     margin, shortest = (traffic.CERTAIN_MARGIN, 2) if chosen.device == "cpu" else (BF16_MARGIN, 1)
     settings, name = settings_of(chosen), label(chosen)
@@ -245,7 +245,7 @@ def check_engine(chosen: argparse.Namespace) -> Iterator[Part]:
         yield part(
             f"{name}, no offloading",
             "passed" if not control.wrong else "not judged",
-            "" if not control.wrong else "answers depend on the batch: a larger margin is needed",
+            "" if not control.wrong else "answers depend on the batch: BF16_MARGIN is too small",
             requests=control.finished,
             wrong=len(control.wrong),
             prompts=len(prompts),
@@ -284,7 +284,7 @@ def judged(
         of_tests("traffic").check_nothing_is_left(engine)
     status, why = ("failed", "wrong answers") if outcome.wrong else ("passed", "")
     if outcome.wrong and is_unsure:
-        status, why = "not judged", "the engine without offloading answers differently, too"
+        status, why = "not judged", "the engine without offloading also gives other answers"
     if not stats.loaded:
         status, why = "failed", "nothing was loaded"
     audited = engine.manager.audits.results
@@ -293,7 +293,7 @@ def judged(
     if chosen.requests >= ENOUGH_REQUESTS and not audited["equal"] + audited["close"]:
         status, why = "failed", "nothing was audited"
     if chosen.zeroing and chosen.runner == "V2" and is_late is False:
-        status, why = "failed", "the worker takes this runner for V1"
+        status, why = "failed", "the worker detected runner V1 instead of V2"
     return part(
         name,
         status,
@@ -310,7 +310,7 @@ def judged(
 
 
 def drive(engine: Any, prompts: Any, answers: Any, chosen: argparse.Namespace, *, attempt: int = 0) -> Any:
-    """Serve the random requests; each attempt has its own seed, and so its own request names."""
+    """Serve random requests. Each attempt has its own seed, and therefore its own request names."""
     seed = chosen.seed + 1_000 * attempt
     return of_tests("traffic").drive(engine, prompts, answers, seed, chosen.requests)
 
@@ -328,12 +328,12 @@ def of_tests(name: str) -> Any:
 def label(chosen: argparse.Namespace) -> str:
     if chosen.device == "cpu":
         return "engine on the CPU, float32"
-    found = f"engine, runner {chosen.runner}, CUDA graphs {chosen.graphs}, bf16"
-    return found + (f", TP={chosen.tp}" if chosen.tp > 1 else "") + (", zeroing" if chosen.zeroing else "")
+    text = f"engine, runner {chosen.runner}, CUDA graphs {chosen.graphs}, bf16"
+    return text + (f", TP={chosen.tp}" if chosen.tp > 1 else "") + (", zeroing" if chosen.zeroing else "")
 
 
 def why_not(chosen: argparse.Namespace) -> str:
-    """Return the reason why this part cannot run; empty if it can."""
+    """Return the reason why this part cannot run, or an empty string."""
     from vllm import __version__
     from vllm.platforms import current_platform
 
@@ -366,32 +366,32 @@ def main() -> int:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--zeroing", action="store_true")
     parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--documents", type=int, default=40, help="of four prompts each")
+    parser.add_argument("--documents", type=int, default=40, help="documents, with four prompts each")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True)
     chosen = parser.parse_args()
     if chosen.device != "cpu":
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if chosen.runner == "V2" else "0"
     if chosen.what == "engine" and importlib.util.find_spec("pytest") is not None:
-        # Before torch: it sets the environment that engines need.
+        # Before torch: sets the environment that engines need.
         sys.path.insert(0, str(ROOT / "tests"))
         of_tests("engine")
         if chosen.device != "cpu":
             del os.environ["TORCHDYNAMO_DISABLE"]  # CUDA graphs are captured around compiled pieces
     name = label(chosen) if chosen.what == "engine" else "copies of vLLM"
-    found: list[Part] = []
+    parts: list[Part] = []
     try:
         if reason := why_not(chosen):
-            found.append(part(name, "not run", reason))
+            parts.append(part(name, "not run", reason))
         else:
-            for one in check_copies(chosen.device) if chosen.what == "copies" else check_engine(chosen):
-                found.append(one)
-                chosen.out.write_text(json.dumps(found))
+            for result in check_copies(chosen.device) if chosen.what == "copies" else check_engine(chosen):
+                parts.append(result)
+                chosen.out.write_text(json.dumps(parts))
     except Exception as error:
         traceback.print_exc()
-        found.append(part(name, "failed", f"{type(error).__name__}: {error}".splitlines()[0]))
-    chosen.out.write_text(json.dumps(found))
-    return 1 if any(one["status"] == "failed" for one in found) else 0
+        parts.append(part(name, "failed", f"{type(error).__name__}: {error}".splitlines()[0]))
+    chosen.out.write_text(json.dumps(parts))
+    return 1 if any(result["status"] == "failed" for result in parts) else 0
 
 
 if __name__ == "__main__":

@@ -54,12 +54,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def first(trace: Trace, references: int) -> Trace:
-    """Return the first requests of a trace that have at most so many references."""
+    """Return the first requests of a trace, with at most `references` references."""
     requests = int(np.searchsorted(trace.offsets, references, "right")) - 1
     if requests == trace.requests:
         return trace
     refs = trace.refs[: trace.offsets[requests]]
-    # Codes are numbered in order of first appearance, so those of the first requests are the first codes.
+    # Codes are numbered in order of first appearance, so the first requests have the first codes.
     return replace(
         trace,
         block_ids=trace.block_ids[: refs.max() + 1],
@@ -83,7 +83,7 @@ def hits(trace: Trace, capacity: int, policy: str, side: str) -> float:
 
 
 def drops(ratios: list[float]) -> list[float]:
-    """How far each size is below the best smaller size; 0 if it is not."""
+    """Subtract each ratio from the best ratio up to its size; 0 if it is the best."""
     best = accumulate(ratios, max)
     return [most - ratio for most, ratio in zip(best, ratios, strict=True)]
 
@@ -147,9 +147,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("traces", type=Path, nargs="?")
     parser.add_argument("--synthetic", type=int, metavar="SEEDS")
-    parser.add_argument("--policies", nargs="+", default=POLICIES, help="the first is compared with")
+    parser.add_argument("--policies", nargs="+", default=POLICIES, help="the first is the baseline")
     parser.add_argument(
-        "--references", type=int, default=300_000, help="of each recording, from its beginning"
+        "--references", type=int, default=300_000, help="references of each recording, from its beginning"
     )
     args = parser.parse_args()
     if args.synthetic:

@@ -1,15 +1,15 @@
-"""A second opinion: hits, money and waits, computed without kvoffload, and compared with its answers.
+"""Independent recomputation of hits, prices and waits, to compare with kvoffload's results.
 
-Imports nothing of kvoffload: reads Mooncake's JSONL itself, and replays it through ordered dictionaries.
+Imports nothing from kvoffload. Reads Mooncake's JSONL and replays it through ordered dictionaries.
 
     python bench/independent.py TRACE.jsonl --device 1907 --ram 6553
     kvoffload plan TRACE.jsonl ... --format json > plan.json
     python bench/independent.py TRACE.jsonl --plan plan.json --block-bytes 67108864 --gpu-tokens-per-s 30909
 
-The first form prints the prefix-hit ratio of the GPU alone, with RAM that stores on compute, and with RAM as
-a victim tier, all LRU. The second recomputes a plan for one engine: hits and writes of every row with ``lru``
-in RAM and without SSDs, and for every row drive writes, GPUs, and the price by counts of parts. It prints
-the largest differences. `waits` is a queue with one server, for the waits of the GPU alone.
+The first form prints LRU's prefix-hit ratio: of the GPU alone, with RAM that stores on compute, and with RAM
+as a victim tier. The second form recomputes a plan for one engine and prints the largest differences. It
+recomputes hits and writes of every row with ``lru`` in RAM and without SSDs; drive writes, GPUs and price of
+every row. `waits` is a queue with one server, for the GPU alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Request(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Block references of a replay: all, served by the GPU, served by RAM; and blocks written to RAM."""
+    """Block references of a replay: all, served by the GPU, served by RAM; blocks written to RAM."""
 
     refs: int
     by_gpu: int
@@ -47,7 +47,7 @@ class Counts(NamedTuple):
 
 
 def read(path: Path) -> list[Request]:
-    """Read a recording: whole blocks only, in the order of arrival."""
+    """Read a recording: full blocks only, in order of arrival."""
     with lzma.open(path, "rt") if path.suffix == ".xz" else path.open() as lines:
         rows = [json.loads(line) for line in lines]
     rows = [row for row in rows if "timestamp" in row]  # not the header
@@ -63,13 +63,13 @@ def read(path: Path) -> list[Request]:
 
 
 class LRU:
-    """Blocks, coldest first."""
+    """LRU cache of blocks, coldest first."""
 
     def __init__(self, size: int) -> None:
         self.size, self.blocks = size, OrderedDict[int, None]()
 
     def run(self, blocks: Iterable[int]) -> int:
-        """Count the leading blocks that are here."""
+        """Count the leading blocks that are cached."""
         length = 0
         for block in blocks:
             if block not in self.blocks:
@@ -78,9 +78,9 @@ class LRU:
         return length
 
     def use(self, blocks: list[int]) -> tuple[list[int], int]:
-        """Hold a request's blocks, the head warmest, and no more of them than fit.
+        """Insert as many of a request's blocks as fit, the first warmest.
 
-        Returns: the other blocks that it evicts, coldest first, and the number of new blocks.
+        Returns: the evicted blocks of other requests, coldest first, and the number of new blocks.
         """
         head, own = blocks[: self.size], set(blocks)
         new = sum(block not in self.blocks for block in head)
@@ -96,7 +96,10 @@ class LRU:
         return evicted, new
 
     def push(self, blocks: list[int]) -> int:
-        """Add dropped blocks, coldest first, the warmest if not all fit; returns the number of new blocks."""
+        """Insert dropped blocks, coldest first, only the warmest if not all fit.
+
+        Returns: the number of new blocks.
+        """
         new = 0
         for block in blocks[max(0, len(blocks) - self.size) :]:
             new += block not in self.blocks
@@ -108,7 +111,7 @@ class LRU:
 
 
 def on_compute(requests: Iterable[Request], device: int, ram: int) -> Counts:
-    """RAM holds what was computed, independent of the GPU; a prefix continues from the GPU into RAM."""
+    """Store every computed block in RAM, independent of the GPU. A prefix continues from the GPU into RAM."""
     gpu, below = LRU(device), LRU(ram)
     refs = by_gpu = by_ram = written = 0
     for request in requests:
@@ -122,7 +125,7 @@ def on_compute(requests: Iterable[Request], device: int, ram: int) -> Counts:
 
 
 def victim(requests: Iterable[Request], device: int, ram: int) -> Counts:
-    """RAM holds what the GPU dropped. A block that is loaded leaves RAM."""
+    """Store the GPU's evicted blocks in RAM. A loaded block leaves RAM."""
     gpu, below = LRU(device), LRU(ram)
     refs = by_gpu = by_ram = written = 0
     for request in requests:
@@ -145,10 +148,10 @@ STORES: dict[str, Callable[[Iterable[Request], int, int], Counts]] = {
 
 
 def waits(requests: list[Request], device: int, work_s: Callable[[int, int], float]) -> list[float]:
-    """Times to first token of a GPU that computes one prompt after another.
+    """Compute times to first token of a GPU that computes one prompt after another, in seconds.
 
     Args:
-        work_s: seconds to compute the tokens from the first number to the second.
+        work_s: seconds to compute the tokens from the first position to the second.
     """
     gpu, free_at, seconds = LRU(device), 0.0, []
     for request in requests:
@@ -164,23 +167,25 @@ def waits(requests: list[Request], device: int, work_s: Callable[[int, int], flo
 def differences(
     plan: dict[str, Any], requests: list[Request], block_bytes: int, gpu_tokens_per_s: float = 0.0
 ) -> Iterator[tuple[str, float, int]]:
-    """Compare a plan for one engine: yields a quantity, its largest relative difference, and its rows."""
+    """Compare a plan for one engine; yields each quantity, its largest relative difference, and its rows."""
     seconds = requests[-1].at_s - requests[0].at_s
     tokens = BLOCK_TOKENS * sum(len(request.blocks) for request in requests)
-    found: dict[str, list[float]] = {}
+    errors_by_name: dict[str, list[float]] = {}
 
-    def compare(name: str, theirs: float, ours: float) -> None:
-        found.setdefault(name, []).append(
-            abs(theirs - ours) / max(abs(ours), 1e-12) if theirs != ours else 0.0
+    def compare(name: str, plan_value: float, own_value: float) -> None:
+        errors_by_name.setdefault(name, []).append(
+            abs(plan_value - own_value) / max(abs(own_value), 1e-12) if plan_value != own_value else 0.0
         )
 
-    parts = {part["name"]: part["value"] for part in plan["assumptions"]}
+    assumptions = {assumption["name"]: assumption["value"] for assumption in plan["assumptions"]}
     for row in plan["rows"]:
         gpu_seconds = (row["saved"] - row["by_gpus"]) * tokens / seconds
         if gpu_tokens_per_s:
             compare("GPUs", row["gpus_worth"], gpu_seconds / gpu_tokens_per_s)
             compare("GPU-hours a day", row["gpu_hours_a_day"], 24 * gpu_seconds / gpu_tokens_per_s)
-        ram, ssd = (float(parts[name].split()[0].replace(",", "")) for name in ("ram.price", "ssd.price"))
+        ram, ssd = (
+            float(assumptions[name].split()[0].replace(",", "")) for name in ("ram.price", "ssd.price")
+        )
         if not row["servers"]:
             compare("price", row["price"], row["ram_modules"] * ram + row["ssd_drives"] * ssd)
         if row["ssd_drives"]:
@@ -191,12 +196,12 @@ def differences(
             counts = STORES[row["store"]](requests, row["device_blocks"], row["ram_blocks"])
             compare("saved", row["saved"], counts.saved)
             compare("by GPU", row["by_gpus"], counts.by_gpu / counts.refs)
-            # A victim tier keeps a loaded block until it needs the slot, and need not write it again.
+            # Not compared: our victim tier keeps a loaded block until it needs the slot, and saves a write.
             if row["store"] == "on-compute":
                 compare(
                     "written to RAM", row["ram_write_bytes_per_s"], counts.written * block_bytes / seconds
                 )
-    for name, errors in found.items():
+    for name, errors in errors_by_name.items():
         yield name, max(errors), len(errors)
 
 
@@ -205,9 +210,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("trace", type=Path)
-    parser.add_argument("--device", type=int, default=0, help="blocks")
-    parser.add_argument("--ram", type=int, default=0, help="blocks")
-    parser.add_argument("--plan", type=Path, help="output of kvoffload plan --format json, one engine")
+    parser.add_argument("--device", type=int, default=0, help="blocks of the GPU")
+    parser.add_argument("--ram", type=int, default=0, help="blocks of RAM")
+    parser.add_argument("--plan", type=Path, help="output of `kvoffload plan --format json` for one engine")
     parser.add_argument("--block-bytes", type=int, default=0)
     parser.add_argument("--gpu-tokens-per-s", type=float, default=0.0)
     args = parser.parse_args()

@@ -1,15 +1,18 @@
-"""What tiers serve after damage, and what durability costs disks: ``python bench/integrity.py``.
+"""Integrity of cache tiers after damage, and cost of durability on disks: ``python bench/integrity.py``.
 
-Damages what a tier has written, asks for every block, and compares what comes back, byte by byte. On disks:
-our `DiskTier`, vLLM's `fs` secondary tier, its simple connector's disk, LMCache's `fs` (also with AES-GCM)
-and `fs_native` adapters, spoolcache's store, SGLang's `file` backend; ours in SGLang, LMCache and
-transformers, and `kvoffload.open`. In servers, through the server's own door: our tier and LMCache's `resp`
-adapter in Valkey; our tier and vLLM's `obj` tier, which takes NIXL's OBJ plug-in, in a bucket; Mooncake's
-store in files. The real objects of each. Then times writes and reads of most disk tiers in turns. Every
-product runs under a Python of its own (``--vllm-python`` and so on); one that is not there is named with the
-reason. Exits 1 if kvoffload served one wrong byte.
+Damages the stored data of a tier, reads every block, and compares the bytes. Uses the real objects of each
+product:
 
-Absolute times of a busy machine mean nothing: it prints ratios of neighbours in time, median and quartiles.
+    disks     our `DiskTier`; vLLM's `fs` secondary tier and its simple connector's disk; LMCache's `fs` (also
+              with AES-GCM) and `fs_native` adapters; spoolcache's store; SGLang's `file` backend; kvoffload
+              in SGLang, LMCache and transformers; `kvoffload.open`
+    servers   damaged through the server: our tier and LMCache's `resp` adapter in Valkey; our tier and
+              vLLM's `obj` tier (NIXL's OBJ plug-in) in a bucket; Mooncake's store in files
+
+Then times writes and reads of most disk tiers in turns. Prints ratios to kvoffload in the same round, median
+and quartiles, because absolute times of a busy machine mean nothing. Each product runs in its own Python
+(``--vllm-python`` and so on); a missing product is listed with the reason. Exits with 1 if kvoffload served a
+wrong byte.
 """
 
 from __future__ import annotations
@@ -89,7 +92,7 @@ TITLES = {
 
 @contextlib.contextmanager
 def mooncake(python: str) -> Iterator[str]:
-    """Run Mooncake's master beside this Python; yields its ports and the root of its files."""
+    """Run the Mooncake master of this Python; yields its ports and the root of its files."""
     rpc, metadata, metrics = (free_port() for _ in range(3))
     with tempfile.TemporaryDirectory() as root:
         command = [
@@ -134,25 +137,25 @@ IN_SERVERS: dict[str, Callable[[str], AbstractContextManager[object]]] = {
     "mooncake": mooncake,
     "mooncake-checked": mooncake,
 }
-"""With what each is given a server of its own, by its Python. They are damaged, and not timed."""
+"""Starts a server for the product, given its Python. These products are damaged, not timed."""
 NOT_TIMED = (
     *("vllm-simple", "lmcache-aesgcm", "sglang", "kvoffload-sglang", "kvoffload-lmcache"),
     *("kvoffload-open", "kvoffload-transformers"),
 )
 NOT_DAMAGED = ("lmcache-direct",)
-"""Writes the files of `lmcache` by another way."""
+"""Writes the same files as `lmcache`, with direct I/O."""
 
 
 class NotRunError(Exception):
-    """A product that is not here, or does not start; the reason."""
+    """A product is not installed or does not start; the message is the reason."""
 
 
 class Bench(NamedTuple):
-    """Where products are, and what they are told.
+    """Installed products and the options of a run.
 
     Attributes:
         pythons: the Python of each module.
-        directory: on the file system that is measured.
+        directory: a directory on the measured file system.
     """
 
     pythons: dict[str, str]
@@ -161,7 +164,7 @@ class Bench(NamedTuple):
     rounds: int
 
     def command(self, what: str, product: str, *options: str) -> list[str]:
-        """Raises `NotRunError` when there is no such Python."""
+        """Build the command of a product's driver. Raises `NotRunError` if its Python does not exist."""
         module = MODULES[product]
         python = self.pythons[module]
         if not Path(python).exists():
@@ -169,30 +172,30 @@ class Bench(NamedTuple):
         return [python, "-m", "peers.drive", what, module, product, *options]
 
 
-def environment(**more: str) -> dict[str, str]:
-    """So that every Python finds the drivers."""
+def environment(**variables: str) -> dict[str, str]:
+    """Return the environment in which every Python can import `peers`."""
     paths = [str(HERE), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path), **more}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path), **variables}
 
 
 @contextlib.contextmanager
 def server_of(product: str, python: str) -> Iterator[dict[str, str]]:
-    """The server that it needs, if it does, until the block ends: where that is, for its environment.
+    """Run the product's server, if it needs one; yields environment variables with its address.
 
     Raises `NotRunError`.
     """
     with contextlib.ExitStack() as stack:
-        found = {}
+        variables = {}
         if product in IN_SERVERS:
             try:
-                found[SERVER] = str(stack.enter_context(IN_SERVERS[product](python)))
+                variables[SERVER] = str(stack.enter_context(IN_SERVERS[product](python)))
             except (ImportError, OSError) as error:
                 raise NotRunError(f"no server: {error}") from None
-        yield found
+        yield variables
 
 
 def damage(bench: Bench, product: str, kinds: list[str]) -> Iterator[dict[str, Any]]:
-    """What the product is, then a row for each kind and life. Raises `NotRunError`."""
+    """Yield the product's version and configuration, then a row per kind of damage. Raises `NotRunError`."""
     options = [f"--kind={kind}" for kind in kinds if product not in IN_SERVERS or kind not in OF_FILES]
     with (
         tempfile.TemporaryDirectory(dir=bench.directory) as directory,
@@ -213,7 +216,7 @@ def damage(bench: Bench, product: str, kinds: list[str]) -> Iterator[dict[str, A
 
 
 def all_damage(bench: Bench, products: list[str], kinds: list[str]) -> dict[str, Any]:
-    """Rows by product, or why there are none."""
+    """Damage every product; returns its rows, or the reason why it did not run."""
     report: dict[str, Any] = {}
     for product in products:
         if product in NOT_DAMAGED:
@@ -232,7 +235,7 @@ def all_damage(bench: Bench, products: list[str], kinds: list[str]) -> dict[str,
 
 
 def all_speed(bench: Bench, products: list[str], rounds: int) -> dict[str, Any]:
-    """How many times our seconds each took, by size of blocks and round; and who did not run, and why."""
+    """Time every disk tier; returns ratios to kvoffload's time by block size, and the products not run."""
     report: dict[str, Any] = {"not_run": {}, "rows": []}
     with contextlib.ExitStack() as stack:
         servers: dict[str, Server] = {}
@@ -254,57 +257,62 @@ def all_speed(bench: Bench, products: list[str], rounds: int) -> dict[str, Any]:
                     except RuntimeError as reason:
                         report["not_run"][product] = str(reason)
                         del servers[product]
-                ours = servers["kvoffload"]
-                theirs = {product: server for product, server in servers.items() if server is not ours}
-                # The first round makes files, threads and memory, and does not count.
-                taken = [one_round(ours, theirs) for _ in range(rounds + 1)][1:]
-            print(f"{block_bytes} bytes, seconds: {taken}", file=sys.stderr)
-            for product in theirs:
+                own_server = servers["kvoffload"]
+                other_servers = {
+                    product: server for product, server in servers.items() if server is not own_server
+                }
+                # Not counted: the first round creates files and threads, and allocates memory.
+                rounds_s = [one_round(own_server, other_servers) for _ in range(rounds + 1)][1:]
+            print(f"{block_bytes} bytes, seconds: {rounds_s}", file=sys.stderr)
+            for product in other_servers:
                 ratios = {
-                    what: [one[product][what] / one["kvoffload"][what] for one in taken] for what in TIMED
+                    operation: [
+                        round_s[product][operation] / round_s["kvoffload"][operation] for round_s in rounds_s
+                    ]
+                    for operation in TIMED
                 }
                 report["rows"].append({"block_bytes": block_bytes, "product": product, "ratios": ratios})
     return report
 
 
 def open_tier(server: Server, directory: Path, block_bytes: int) -> None:
-    """A tier for one batch of blocks of this size. Raises `RuntimeError`."""
+    """Open a tier for one batch of blocks of this size. Raises `RuntimeError`."""
     directory.mkdir()
     num_blocks = min(MAX_BATCH_BLOCKS, MAX_BATCH_BYTES // block_bytes)
     server.do(f"open {directory} {block_bytes} {num_blocks}")
 
 
-def one_round(ours: Server, theirs: dict[str, Server]) -> dict[str, dict[str, float]]:
-    """Seconds of each product for each thing, in turns. Ours syncs anyway."""
+def one_round(own_server: Server, other_servers: dict[str, Server]) -> dict[str, dict[str, float]]:
+    """Time each operation of each product in turns, in seconds. Our tier always syncs."""
     write, each, whole, read = TIMED
-    taken: dict[str, dict[str, float]] = {product: {} for product in ("kvoffload", *theirs)}
-    taken["kvoffload"][write] = taken["kvoffload"][each] = ours.do("write").seconds
-    for product, server in theirs.items():
-        taken[product][write] = server.do("write").seconds
-        taken[product][each] = taken[product][write] + server.do("fsync").seconds
-    for product, server in (("kvoffload", ours), *theirs.items()):
-        taken[product][read] = server.do("read").seconds
-    taken["kvoffload"][whole] = ours.do("write").seconds
-    for product, server in theirs.items():
-        taken[product][whole] = server.do("write").seconds + server.do("syncfs").seconds
-    return taken
+    seconds: dict[str, dict[str, float]] = {product: {} for product in ("kvoffload", *other_servers)}
+    seconds["kvoffload"][write] = seconds["kvoffload"][each] = own_server.do("write").seconds
+    for product, server in other_servers.items():
+        seconds[product][write] = server.do("write").seconds
+        seconds[product][each] = seconds[product][write] + server.do("fsync").seconds
+    for product, server in (("kvoffload", own_server), *other_servers.items()):
+        seconds[product][read] = server.do("read").seconds
+    seconds["kvoffload"][whole] = own_server.do("write").seconds
+    for product, server in other_servers.items():
+        seconds[product][whole] = server.do("write").seconds + server.do("syncfs").seconds
+    return seconds
 
 
 # ---- printing
 
 
 def cell(rows: list[dict[str, Any]], kind: str) -> str:
-    """Served right / served WRONG / missed, of the damaged blocks of all lives."""
-    mine = [row for row in rows if row["kind"] == kind]
-    played = [row for row in mine if "skipped" not in row]
+    """Format the damaged blocks of all lives: served right / served wrong / missed."""
+    rows_of_kind = [row for row in rows if row["kind"] == kind]
+    played = [row for row in rows_of_kind if "skipped" not in row]
     if not played:
-        return mine[0]["skipped"] if mine else ""
-    right, wrong, missed, others = (
+        return rows_of_kind[0]["skipped"] if rows_of_kind else ""
+    num_right, wrong, missed, others_lost = (
         sum(row[name] for row in played) for name in ("right", "wrong", "missed", "others_lost")
     )
-    text = f"{right} / {f'**{wrong}**' if wrong else 0} / {missed}"
-    if others:
-        text += f", and {others} others lost"
+    text = f"{num_right} / {f'**{wrong}**' if wrong else 0} / {missed}"
+    if others_lost:
+        text += f", and {others_lost} others lost"
     ended = sorted({row["ended"] for row in played if row["ended"]})
     return text + "".join(f"; {why}" for why in ended)
 
@@ -315,9 +323,9 @@ def markdown(head: list[str], body: list[list[str]]) -> str:
 
 
 def damage_tables(report: dict[str, Any], kinds: list[str]) -> str:
-    """A table of disks, and one of servers."""
+    """Format a table of disks and a table of servers."""
     of_disks, in_servers = (
-        {product: found for product, found in report.items() if (product in IN_SERVERS) is shared}
+        {product: result for product, result in report.items() if (product in IN_SERVERS) is shared}
         for shared in (False, True)
     )
     in_both = [kind for kind in kinds if kind not in OF_FILES]
@@ -326,21 +334,29 @@ def damage_tables(report: dict[str, Any], kinds: list[str]) -> str:
 
 
 def damage_table(report: dict[str, Any], kinds: list[str]) -> str:
-    ran = {product: found for product, found in report.items() if found["rows"]}
-    head = ["damaged", *(f"{TITLES[product]} {found['version']}" for product, found in ran.items())]
-    body = [[kind, *(cell(found["rows"], kind) for found in ran.values())] for kind in kinds]
-    wrong = (sum(row.get("wrong", 0) for row in found["rows"]) for found in ran.values())
+    ran = {product: result for product, result in report.items() if result["rows"]}
+    head = ["damaged", *(f"{TITLES[product]} {result['version']}" for product, result in ran.items())]
+    body = [[kind, *(cell(result["rows"], kind) for result in ran.values())] for kind in kinds]
+    wrong = (sum(row.get("wrong", 0) for row in result["rows"]) for result in ran.values())
     totals = ["served wrong, in all", *map(str, wrong)]
     lines = [markdown(head, [*body, totals]), ""]
-    for product, found in report.items():
-        if "not_run" in found:
-            lines.append(f"- {TITLES[product]}: not run: {found['not_run']}")
+    for product, result in report.items():
+        if "not_run" in result:
+            lines.append(f"- {TITLES[product]}: not run: {result['not_run']}")
         else:
-            killed = [row for row in found["rows"] if "left_behind" in row]
-            left = f"; files left behind by killed writers: {killed[0]['left_behind']}" if killed else ""
-            told = [row["acknowledged_and_lost"] for row in found["rows"] if "acknowledged_and_lost" in row]
-            lost = f"; acknowledged and not served after a kill or a full disk: {sum(told)}" if told else ""
-            lines.append(f"- {TITLES[product]}: {found['configuration']}{lost}{left}")
+            killed = [row for row in result["rows"] if "left_behind" in row]
+            files_left = (
+                f"; files left behind by killed writers: {killed[0]['left_behind']}" if killed else ""
+            )
+            lost_blocks = [
+                row["acknowledged_and_lost"] for row in result["rows"] if "acknowledged_and_lost" in row
+            ]
+            lost = (
+                f"; acknowledged and not served after a kill or a full disk: {sum(lost_blocks)}"
+                if lost_blocks
+                else ""
+            )
+            lines.append(f"- {TITLES[product]}: {result['configuration']}{lost}{files_left}")
     return "\n".join(lines)
 
 
@@ -349,27 +365,31 @@ def speed_table(report: dict[str, Any]) -> str:
     for row in report["rows"]:
         size = row["block_bytes"]
         line = [f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB", TITLES[row["product"]]]
-        for what in TIMED:
-            low, middle, high = np.percentile(row["ratios"][what], (25, 50, 75))
+        for operation in TIMED:
+            low, middle, high = np.percentile(row["ratios"][operation], (25, 50, 75))
             line.append(f"{middle:.1f} ({low:.1f}-{high:.1f})")
         body.append(line)
     not_run = [f"- {TITLES[product]}: not run: {why}" for product, why in report["not_run"].items()]
-    return "\n".join([markdown(["block", "seconds, as times ours", *TIMED], body), "", *not_run])
+    return "\n".join([markdown(["block", "seconds / kvoffload's", *TIMED], body), "", *not_run])
 
 
 def failed(report: dict[str, Any]) -> bool:
-    """Whether kvoffload served a wrong byte, crashed or raised, or did not run."""
-    ours = [found for product, found in report.get("damage", {}).items() if product.startswith("kvoffload")]
+    """Return true if kvoffload served a wrong byte, crashed, raised, or did not run."""
+    own_results = [
+        result for product, result in report.get("damage", {}).items() if product.startswith("kvoffload")
+    ]
     return any(
-        "not_run" in found or any(row.get("wrong") or row.get("ended") for row in found["rows"])
-        for found in ours
+        "not_run" in result or any(row.get("wrong") or row.get("ended") for row in result["rows"])
+        for result in own_results
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--product", action="append", choices=list(MODULES), help="only these")
-    parser.add_argument("--kind", action="append", choices=KINDS, help="only these")
+    parser.add_argument(
+        "--product", action="append", choices=list(MODULES), help="product to run; repeatable"
+    )
+    parser.add_argument("--kind", action="append", choices=KINDS, help="kind of damage; repeatable")
     parser.add_argument("--what", choices=("all", "damage", "speed"), default="all")
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--vllm-python", default=".venv-vllm/bin/python", help="made by `make vllm-env`")
@@ -382,8 +402,8 @@ def main() -> None:
         "--mooncake-python", default=".venv-mooncake/bin/python", help="see docs/integrity.md"
     )
     parser.add_argument("--seed", type=int, default=None)
-    parser.add_argument("--kills", type=int, default=20, help="writers to kill")
-    parser.add_argument("--rounds", type=int, default=5, help="of timing")
+    parser.add_argument("--kills", type=int, default=20, help="number of killed writers")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of timing")
     parser.add_argument("--format", choices=("markdown", "json"), default="markdown")
     arguments = parser.parse_args()
     pythons = {

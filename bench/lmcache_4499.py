@@ -1,16 +1,18 @@
-"""Replays the setting of LMCache's pull request 4499, "eviction-aware policy for lazy offload", and compares.
+"""Replays the workload of LMCache's pull request 4499, "eviction-aware policy for lazy offload".
 
     python bench/lmcache_4499.py [--seeds 5]
 
-The text gives: SWE-agent trajectories of 4 to 158 steps, prompts that grow to at most 34,600 tokens, 14 at a
-time at a constant rate of steps, 2,212 requests; 182.6 GiB of distinct KV, 36.7 GiB live; RAM of 40, 20, 10
-GiB. The GPU alone serves 0.308 of the tokens, also beside RAM of 10 GiB: a prefix that all requests share.
-"external" is the share of the rest that RAM serves: (0.776 - 0.308) / (1 - 0.308) gives the text's 0.677.
+Prints the hits of the replay and of the text. The text specifies 14 concurrent SWE-agent trajectories of 4 to
+158 steps, at a constant rate of steps, with prompts of at most 34,600 tokens; 2,212 requests; 182.6 GiB of
+distinct KV, 36.7 GiB live; RAM of 40, 20 and 10 GiB. The GPU alone serves 0.308 of the tokens, also with 10
+GiB of RAM: the prefix that all requests share. "External" is the share of the other tokens that RAM serves:
+(0.776 - 0.308) / (1 - 0.308) is the text's 0.677.
 
-Not in the text: lengths of the trajectories, the model, the size of the GPU's cache. Assumed: steps of a
-log-normal law with these limits and the median that makes about 36.7 GiB live; prompts that grow by equal
-steps; bytes of a token so that the distinct KV is 182.6 GiB. Fitted to one number of the text, 0.450: the
-GPU's cache. Eager storing is `lru` on-compute, eviction-aware storing `lru` on-device-eviction.
+The text omits the lengths of the trajectories, the model, and the size of the GPU's cache. Assumptions: the
+number of steps is log-normal within these limits, with a median that makes about 36.7 GiB live; prompts grow
+by equal steps; a token has as many bytes as make the distinct KV 182.6 GiB. The GPU's cache is fitted to one
+number of the text, 0.450. Eager storing is `lru` on-compute; eviction-aware storing is `lru`
+on-device-eviction.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ SLOTS, REQUESTS, LONGEST_TOKENS = 14, 2212, 34_600
 DISTINCT_BYTES = 182.6 * GIB
 SHORTEST_STEPS, LONGEST_STEPS = 4, 158
 LOG_MEDIAN, SPREAD = 3.9, 0.8
-"""Of the law of steps."""
+"""Parameters of the log-normal number of steps."""
 BLOCK_TOKENS = 64
 SHARED_TOKENS = 5440
 """The prefix that all prompts share: 0.308 of all tokens."""
@@ -46,7 +48,7 @@ SIDES = {
 
 
 class Setting(NamedTuple):
-    """A trace of the setting, the bytes of its blocks, and the GPU's blocks."""
+    """A trace, the bytes of a block, and the capacity of the GPU in blocks."""
 
     trace: Trace
     block_bytes: float
@@ -61,32 +63,32 @@ def steps_of(rng: random.Random) -> int:
 
 
 def chains(rng: random.Random) -> list[list[int]]:
-    """The prompts as chains of block ids: 14 sessions in turns, a new one in place of each that ends."""
+    """Generate prompts as chains of block ids: 14 sessions in turns; a new one replaces a finished one."""
     shared = list(range(SHARED_TOKENS // BLOCK_TOKENS))
     next_id, requests = len(shared), list[list[int]]()
     sessions: list[tuple[list[int], int, float]] = []
     while len(requests) < REQUESTS:
         while len(sessions) < SLOTS:
             steps = steps_of(rng)
-            # All trajectories grow alike, up to the longest prompt.
+            # All trajectories grow by the same step, up to the longest prompt.
             a_step = min(STEP_TOKENS, (LONGEST_TOKENS - FIRST_TOKENS) / steps)
             sessions.append(([*shared], steps, a_step))
         for row in range(SLOTS):
-            path, left, a_step = sessions[row]
-            if not left:
+            path, steps_left, a_step = sessions[row]
+            if not steps_left:
                 continue
             tokens = FIRST_TOKENS if len(path) == len(shared) else len(path) * BLOCK_TOKENS + a_step
             new = max(1, round(tokens / BLOCK_TOKENS) - len(path))
             path = [*path, *range(next_id, next_id + new)]
             next_id += new
             requests.append(path)
-            sessions[row] = path, left - 1, a_step
+            sessions[row] = path, steps_left - 1, a_step
         sessions = [session for session in sessions if session[1]]
     return requests[:REQUESTS]
 
 
 def trace_of(requests: list[list[int]]) -> Trace:
-    """Return the trace of these chains, whose ids count up in order of first appearance."""
+    """Convert chains to a trace. Ids must count up in order of first appearance."""
     refs = np.array([block for path in requests for block in path], np.int32)
     return Trace(
         name="lmcache-4499",
@@ -100,7 +102,7 @@ def trace_of(requests: list[list[int]]) -> Trace:
 
 
 def setting(seed: int) -> Setting:
-    """Return a trace with the GPU's blocks for which RAM of 20 GiB serves what the text says."""
+    """Make a trace, and fit the GPU's blocks to the text's external hits with 20 GiB of RAM."""
     trace = trace_of(chains(random.Random(seed)))
     made = Setting(trace, DISTINCT_BYTES / trace.unique_blocks, 1)
     low, high = 1, round(40 * GIB / made.block_bytes)
@@ -112,7 +114,7 @@ def setting(seed: int) -> Setting:
 
 
 def served(given: Setting, ram_gib: int, side: str) -> tuple[float, float]:
-    """Return the share of all blocks that the GPU serves, and the external hits."""
+    """Replay; returns the share of all blocks that the GPU serves, and the external hits."""
     policy, store = SIDES[side]
     ram_blocks = round(ram_gib * GIB / given.block_bytes)
     config = ReplayConfig(ram_blocks, policy=policy, device_blocks=given.gpu_blocks, store=store)
@@ -131,7 +133,7 @@ def main() -> None:
     settings = [setting(seed) for seed in range(parser.parse_args().seeds)]
     gpu_gib = [given.gpu_blocks * given.block_bytes / GIB for given in settings]
     print(f"seeds 0 to {len(settings) - 1}; the GPU has {min(gpu_gib):.1f} to {max(gpu_gib):.1f} GiB")
-    print("external hits: text, mean and range of the replays; hazard on-device-eviction beside it")
+    print("external hits: text, mean and range of the replays; hazard on-device-eviction for comparison")
     for ram_gib, (eager, evicted) in PUBLISHED.items():
         cells = [f"RAM {ram_gib} GiB"]
         for side, published in (("eager", eager), ("evicted", evicted), ("hazard", None)):

@@ -1,10 +1,10 @@
 """CPU time of explained misses: ``python bench/miss_record.py [--rounds N] [--capacity N]``.
 
-Two managers serve the same requests in turns in one process, one with `explain_misses`. First the library's
-manager; then, if vLLM is installed, the manager of the plug-in with the calls that vLLM makes. The
-requests are those of `control_plane.py`, on a full cache, and requests of new blocks, the worst case: every
-block is explained, and every stored block evicts another. The unit is CPU time of the thread. A ratio is the
-median of the rounds; the lowest and highest are in brackets.
+Two managers with a full cache serve the same requests in turns in one process, one of them with
+`explain_misses`. Measures the library's manager and, if vLLM is installed, the plug-in's manager with vLLM's
+calls. The requests are the workload of `control_plane.py`, and requests of only new blocks. These are the
+worst case: every block is explained, and every stored block evicts another. Times are CPU time of the thread.
+A ratio is the median of the rounds; the lowest and highest are in brackets.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvoffload.core import manager as core
 Request = list[bytes]
 ROUND_BLOCKS = 50_000
 STEP_BLOCKS = 128
-"""Blocks that a step of vLLM computes: 2,048 tokens, its default, in blocks of 16."""
+"""Blocks computed in a step of vLLM: 2,048 tokens, its default, in blocks of 16."""
 
 
 class Library:
@@ -58,7 +58,7 @@ class Library:
 
 
 class _Plain(core.OffloadingManager):
-    """The library's manager without explanations, in place of the plug-in's."""
+    """The library's manager without explanations, as a replacement in the plug-in's manager."""
 
     def __init__(self, capacity_blocks: int, *, explain_misses: bool, **manager: Any) -> None:
         super().__init__(capacity_blocks, **manager)
@@ -91,7 +91,7 @@ class PlugIn:
             self.manager._build(KEY_BYTES)
 
     def life(self, name: str, keys: Request) -> int:
-        """Serve a request, noting its keys as vLLM does; return the manager's CPU time in ns."""
+        """Record the keys as vLLM does, then serve the request; return the manager's CPU time in ns."""
         from vllm.v1.kv_offload.base import ReqContext
 
         ctx, manager = ReqContext(name), self.manager
@@ -119,7 +119,7 @@ class PlugIn:
 
 
 def all_new(length: int) -> Callable[[int], list[Request]]:
-    """Return a source of requests of new blocks."""
+    """Return a source of requests with only new blocks."""
 
     def requests(seed: int) -> list[Request]:
         rng = random.Random(seed)
@@ -132,7 +132,7 @@ def all_new(length: int) -> Callable[[int], list[Request]]:
 
 
 def measure(kind: Any, capacity: int, rounds: int, folder: Path) -> None:
-    """Print a line for each kind of request."""
+    """Measure and print a line for each kind of request."""
     sides = [kind(capacity, explains, folder) for explains in (False, True)]
     for number, request in enumerate(workload(capacity, 0, fill_blocks(capacity))):
         for side in sides:
@@ -159,7 +159,6 @@ def measure(kind: Any, capacity: int, rounds: int, folder: Path) -> None:
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--capacity", type=int, action="append")

@@ -1,4 +1,4 @@
-"""The open API: time of a load and a store of 64 blocks, by layout, and of a request without bytes.
+"""Speed of the open API: load and store of 64 blocks by layout, and a miss without bytes.
 
 python bench/open_api.py [--repeats 20]
 """
@@ -42,7 +42,7 @@ def measure(name: str, repeats: int) -> None:
     with kvoffload.open(model="bench", layout=layout, ram=4 * BLOCKS * layout.block_bytes) as cache:
         for number in range(repeats):
             tokens = np.arange(BLOCKS * TOKENS) + 10_000 * number
-            for _ in range(2):  # the second request finds what the first has stored
+            for _ in range(2):  # a miss, then a hit
                 with cache.request(tokens) as request:
                     loads.append(seconds(lambda: request.load_into(kv, **place)))
                     stores.append(seconds(lambda: request.store_from(kv, **place)))
@@ -55,7 +55,7 @@ def measure(name: str, repeats: int) -> None:
 
 
 def copy_alone(repeats: int) -> None:
-    """One copy of the same bytes between two arrays, as the limit."""
+    """Measure one copy of the same bytes between two arrays: the upper limit."""
     a, b = (np.ones((2 * BLOCKS, 1 << 21), np.uint8) for _ in range(2))
     rows = np.arange(0, 2 * BLOCKS, 2)
     taken = statistics.median(seconds(lambda: copy_blocks(a, rows, b, rows)) for _ in range(repeats))

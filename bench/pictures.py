@@ -1,12 +1,12 @@
-"""Draws docs/images: what each policy keeps on one workload, and what hits cost in writes.
+"""Draws docs/images: the cache content by policy, and hits against writes.
 
-The pictures of docs/policies.md. Every one is a real replay of the built-in workload `chat`; the colours
-come from the future, which no policy knows and a finished trace does. Equal input gives equal bytes with
-one version of matplotlib (`pip install --group pictures`).
+The pictures of docs/policies.md are replays of the built-in workload `chat`. Colours show the next use of a
+block, taken from the rest of the trace, which no policy knows. Equal input gives equal bytes with one version
+of matplotlib (`pip install --group pictures`).
 
     python bench/pictures.py                    one picture for each policy, and one for the optimum
     python bench/pictures.py --readme           hits-over-ram.svg, from docs/data/sweep.csv
-    python bench/pictures.py TRACE CAPACITY     the above, and hits-and-writes.svg of a recording (2%)
+    python bench/pictures.py TRACE CAPACITY     the policies, and hits-and-writes.svg of a recording (2%)
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SOON_MINUTES = 3.0
 WINDOW_REQUESTS = 200
 TOP_RATIO = 0.5
 
-# Both halves of readers: saturated areas, and a grey that reads on white and on black.
+# For light and dark themes: saturated areas, and a grey that is legible on white and on black.
 INK, OPTIMUM = "#808891", "#d29922"
 KINDS = (
     ("used again soon", "#2da44e"),
@@ -64,7 +64,7 @@ Counts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Run:
-    """One policy on the workload: content at some moments, hits of every request."""
+    """Replay of one policy: sampled cache content, and hits of every request."""
 
     minutes: npt.NDArray[np.float64]
     content: npt.NDArray[np.float64]
@@ -73,7 +73,7 @@ class Run:
 
 
 class Future:
-    """Says of blocks what will become of them: when each is used, and which block stands before it."""
+    """Future of the blocks of a trace: the next use, and the preceding block of the prefix."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -85,18 +85,18 @@ class Future:
         self._parent[trace.refs[inner]] = trace.refs[inner - 1]
 
     def next_use(self, codes: Counts, request: int) -> Counts:
-        """The first request after `request` that uses each block; -1 for none."""
+        """Find the first request after `request` that uses each block; -1 for none."""
         at = np.searchsorted(self._uses, codes * self.trace.requests + request, side="right")
         use = self._uses[np.minimum(at, len(self._uses) - 1)]
-        found = (at < len(self._uses)) & (use // self.trace.requests == codes)
-        return np.where(found, use % self.trace.requests, -1)
+        exists = (at < len(self._uses)) & (use // self.trace.requests == codes)
+        return np.where(exists, use % self.trace.requests, -1)
 
     def kinds(self, resident: npt.NDArray[np.bool_], request: int) -> npt.NDArray[np.float64]:
-        """How many of the resident blocks are of each of `KINDS`, after `request`."""
+        """Count the resident blocks of each of `KINDS` after `request`."""
         codes = np.flatnonzero(resident)
         following = self.next_use(codes, request)
         kind = np.where(self.minutes[following] - self.minutes[request] <= SOON_MINUTES, SOON, LATER)
-        # Codes are in order of first sight, so a block's parent comes before it.
+        # Codes are in order of first appearance, so a block's parent has a lower code.
         whole = resident.copy()
         for code in codes.tolist():
             parent = self._parent[code]
@@ -107,7 +107,7 @@ class Future:
 
 
 def run_policy(future: Future, policy: str, capacity_blocks: int) -> Run:
-    """Replay, and look into the cache now and then."""
+    """Replay a policy, and sample the cache content."""
     trace = future.trace
     replay = Replay(trace, ReplayConfig(capacity_blocks, policy))
     every_key = TraceKeys(trace).of_blocks(np.arange(trace.unique_blocks, dtype=np.int32))
@@ -124,7 +124,7 @@ def run_policy(future: Future, policy: str, capacity_blocks: int) -> Run:
 
 
 def run_optimum(future: Future, capacity_blocks: int) -> Run:
-    """MIN with bypass as `replay.optimum` computes it, in plain Python, with a look into the cache."""
+    """Replay MIN with bypass in plain Python, and sample the cache content; must equal `replay.optimum`."""
     trace = future.trace
     heap: list[tuple[int, int, int]] = []
     next_of: dict[int, int] = {}
@@ -162,7 +162,7 @@ def run_optimum(future: Future, capacity_blocks: int) -> Run:
 
 
 def sliding(future: Future, hits: Counts) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Minutes and prefix-hit ratio of the last `WINDOW_REQUESTS` requests, at a hundred moments."""
+    """Compute the prefix-hit ratio of the last `WINDOW_REQUESTS` requests at a hundred times, in minutes."""
     ends = np.linspace(WINDOW_REQUESTS // 2, future.trace.requests, 100).astype(np.int64)
     starts = np.maximum(0, ends - WINDOW_REQUESTS)
     so_far = np.concatenate([[0], np.cumsum(hits)])
@@ -171,14 +171,14 @@ def sliding(future: Future, hits: Counts) -> tuple[npt.NDArray[np.float64], npt.
 
 
 def draw_run(future: Future, run: Run, lru: Run, best: Run) -> Figure:
-    """Above: what fills the cache. Below: hits over time, the optimum's dashed, LRU's dotted."""
+    """Draw the cache content above, and hits over time below (optimum dashed, LRU dotted)."""
     figure = Figure(figsize=(7.2, 3.5))
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     thin = slice(None, None, 2)
     above.stackplot(
         run.minutes[thin], run.content[thin].T, colors=[colour for _, colour in KINDS], linewidth=0
     )
-    above.set(ylim=(0, 1), ylabel="of the cache")
+    above.set(ylim=(0, 1), ylabel="share of the cache")
     above.set_title(run.title, loc="left", fontsize=11, color=INK, fontweight="bold")
     below.plot(*sliding(future, best.hits), color=OPTIMUM, linestyle="--", linewidth=1.3)
     below.plot(*sliding(future, lru.hits), color=INK, linestyle=":", linewidth=1.6)
@@ -196,7 +196,7 @@ def draw_run(future: Future, run: Run, lru: Run, best: Run) -> Figure:
 
 
 def draw_hits_and_writes(trace: Trace, capacity_blocks: int) -> Figure:
-    """Every policy with every gate as a dot, and the dial of hazard as a line."""
+    """Draw every policy with every gate as a dot, and hazard by `write_cost` as a line."""
     figure = Figure(figsize=(7.2, 4.4))
     axes = figure.subplots()
 
@@ -227,14 +227,14 @@ def draw_hits_and_writes(trace: Trace, capacity_blocks: int) -> Figure:
             marker=marker,
             s=20,
             linewidths=0,
-            label=f"the others, {gate}",
+            label=f"other policies, {gate}",
         )
         labels = spread(dots[:, 1], 0.0019)
         for name, (writes, hits), height in zip(names, dots, labels, strict=True):
-            right = gate != "all"
+            is_right = gate != "all"
             axes.annotate(
-                name, (writes, hits), (writes * (1.03 if right else 0.97), height), fontsize=7,
-                color=colour, ha="left" if right else "right", va="center",
+                name, (writes, hits), (writes * (1.03 if is_right else 0.97), height), fontsize=7,
+                color=colour, ha="left" if is_right else "right", va="center",
             )  # fmt: skip
     best = optimum(trace, capacity_blocks)
     top = best.prefix_hit_blocks / trace.block_refs
@@ -255,10 +255,10 @@ def draw_hits_and_writes(trace: Trace, capacity_blocks: int) -> Figure:
 
 
 def draw_hits_over_ram() -> Figure:
-    """Prefix hits of recorded chat over the size of RAM, for three policies and the optimum.
+    """Draw prefix hits of recorded chat over the size of RAM, for three policies and the optimum.
 
-    The rows are those of docs/data/sweep.csv: recording conversation_first60, nothing on the device, every
-    block admitted. A block is 512 tokens of Llama-3.1-8B, 64 MiB.
+    Uses rows of docs/data/sweep.csv: recording conversation_first60, no device cache, every block admitted.
+    A block is 512 tokens of Llama-3.1-8B, 64 MiB.
     """
     with SWEEP.open(newline="") as file:
         rows = [
@@ -291,7 +291,7 @@ def draw_hits_over_ram() -> Figure:
 
 
 def spread(heights: npt.NDArray[np.float64], least: float) -> Any:
-    """The heights, moved up where two would be closer than `least`."""
+    """Move heights apart that are closer than `least`, so that labels do not overlap."""
     order = np.argsort(heights, kind="stable")
     moved = heights.copy()
     for below, above in itertools.pairwise(order):
@@ -301,7 +301,7 @@ def spread(heights: npt.NDArray[np.float64], least: float) -> Any:
 
 
 def plain(axes: Any) -> None:
-    """Axes in grey, without a box and without a background."""
+    """Draw the axes in grey, without box and background."""
     axes.patch.set_alpha(0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(INK)
@@ -315,7 +315,7 @@ def _tenths(number: re.Match[str]) -> str:
 
 
 def save(figure: Figure, name: str) -> None:
-    """Write one picture: no date, no random names, no fonts, tenths of a point."""
+    """Write a picture without date, random names and fonts, rounded to tenths of a point."""
     text = io.StringIO()
     figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     short = re.sub(r' d="[^"]*"', lambda path: _DECIMALS.sub(_tenths, path[0]), text.getvalue())

@@ -1,11 +1,11 @@
-"""What a plan costs: CPU time of its replays on a trace, and what that would be for ten million references.
+"""CPU time of a plan's replays on a trace, extrapolated to ten million references.
 
     python bench/plan.py conversation_first60.jsonl
     python bench/plan.py chat --gpus 8
     python bench/plan.py chat --sessions 270000
 
-The plan is that of ``kvoffload plan`` with its defaults, for Llama-3.1-8B, in one process. ``--sample 1``
-searches on all sessions, whatever the length; ``--sessions`` makes a built-in workload longer.
+Runs ``kvoffload plan`` with its defaults, for Llama-3.1-8B, in one process. ``--sample 1`` searches on all
+sessions, even of a long trace; ``--sessions`` makes a built-in workload longer.
 """
 
 from __future__ import annotations
@@ -55,21 +55,21 @@ def main() -> None:
         output = Path(home) / "plan.csv"
         plan = Plan(source, fleet, target, work=Work(output=output, jobs=1), one_in=given.sample)
         start = time.process_time()
-        found = plan.run()
+        result = plan.run()
         cpu_s = time.process_time() - start
         assert plan.journal_path is not None
         replays = len(plan.journal_path.read_bytes().splitlines())
-    print(f"{found.trace}: {found.requests:,} requests, {found.block_refs:,} references")
-    where = f"one of {found.one_in:,} sessions, {len(found.sampled):,} rows there and"
-    print(f"searched on {where} {len(found.rows):,} on all")
+    print(f"{result.trace}: {result.requests:,} requests, {result.block_refs:,} references")
+    where = f"one of {result.one_in:,} sessions: {len(result.sampled):,} rows there,"
+    print(f"searched on {where} {len(result.rows):,} on all sessions")
     print(f"{replays:,} different replays, {cpu_s:.1f} s of CPU time")
-    row = found.chosen
+    row = result.chosen
     bought = f"{row.ram_modules} modules, {row.ssd_drives} drives for {row.price:,.0f}"
     print(f"{bought}, {row.setup}: {row.saved:.4f}")
-    print(f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB at most")
-    if found.one_in == 1:
-        minutes = cpu_s * LARGE_REFS / found.block_refs / 60
-        print(f"{LARGE_REFS:,} references like these: {minutes:.0f} minutes of CPU time, on two cores half")
+    print(f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB of memory at most")
+    if result.one_in == 1:
+        minutes = cpu_s * LARGE_REFS / result.block_refs / 60
+        print(f"{LARGE_REFS:,} references of this kind: {minutes:.0f} minutes of CPU time")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""What each thing that an engine knows is worth to `hazard`, and whether it keeps its promise, on recordings.
+"""Value of hints for `hazard` on recordings, and a check of its promise.
 
-For each recording, capacity and side (on compute, behind a device of the same size, as a victim tier of that
-size): LRU, `hazard` told nothing, told when requests end, told a label (as soon as a request begins, or at
-its end), told a label that means nothing or is always wrong, and both with a queue. The label is one bit of a
-request, "the next turn of the session comes within 30 s", right 9 times in 10; it is made from the
-recording's future, so it shows what a label of that quality would be worth, not that engines have one. Prints
-a table for each recording; a cell is the hit ratio, its lead over LRU that is told as much, in points, with
-the interval of a paired bootstrap, and writes per reference. Exits with 1 if `hazard` is below LRU by more
-than its promise.
+    python bench/policies.py TRACES [CAPACITY ...]        takes minutes; default capacities: 1% 2% 5%
 
-    python bench/policies.py TRACES [CAPACITY ...]        minutes; capacities 1% 2% 5% unless named
+Replays LRU and `hazard` for each recording, capacity and side: on compute, on compute behind a device of the
+same size, and as a victim tier of that device. Hints of `hazard`: none; the ends of requests; a label, when a
+request begins or ends; a label that is random or always wrong; a queue of waiting requests.
+
+The label is one bit per request: "the next turn of the session comes within 30 s", right 9 times in 10. It is
+computed from the rest of the recording: it shows the value of a label of this quality, not that engines have
+one. A cell of the tables: the hit ratio; its lead over LRU with the same hints, in points, with the interval
+of a paired bootstrap; writes per reference. Exits with 1 if `hazard` is below LRU by more than its promise.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TOKENS_PER_S, QUEUE, SOON_MS, RIGHT, SEED = 62.5, 32, 30_000, 0.9, 7
 
 @dataclass(frozen=True)
 class Knowing:
-    """What is known of requests besides their blocks; `label` is a method of `Recording`."""
+    """Hints about requests; `label` is a kind of `Recording.with_labels`."""
 
     words: str
     ends: bool = False
@@ -64,7 +64,7 @@ KNOWLEDGE = (
 
 
 class Recording:
-    """A trace, and whether the next turn of each request's session comes soon after its end."""
+    """A trace with one bit per request: the session's next turn comes soon after the request's end."""
 
     def __init__(self, path: Path) -> None:
         self.trace = read_trace(path)
@@ -90,7 +90,7 @@ class Recording:
 
 
 def _comes_soon(path: Path, trace: Trace) -> npt.NDArray[np.bool_] | None:
-    """None if the recording does not name sessions."""
+    """Compute the bit of each request; None if the recording has no sessions."""
     with lzma.open(path) if path.suffix == ".xz" else path.open("rb") as file:
         lines = [json.loads(line) for line in file]
     if "session" not in lines[0]:
@@ -106,7 +106,7 @@ def _comes_soon(path: Path, trace: Trace) -> npt.NDArray[np.bool_] | None:
 
 
 class Cells:
-    """Runs of one recording at one capacity and side."""
+    """Replays of one recording at one capacity and side."""
 
     def __init__(self, recording: Recording, capacity: str, side: str) -> None:
         trace, (self._store, device) = recording.trace, SIDES[side]
@@ -124,15 +124,15 @@ class Cells:
         return report, window_sums(replay.hits_per_request)
 
     def compare(self, known: Knowing) -> tuple[float, str]:
-        """The lead over LRU, and the cell."""
+        """Return the lead over LRU, and the text of the cell."""
         report, hits = self._run("hazard", known.ends, known.label, known.queue)
         lru, lru_hits = self._run("lru", known.ends, "", known.queue)
         lead, interval = (
             report.prefix_hit_ratio - lru.prefix_hit_ratio,
             self._draws.difference(hits, lru_hits),
         )
-        sure = f" ({interval.low * 100:+.1f} to {interval.high * 100:+.1f})" if interval else ""
-        return lead, f"{report.prefix_hit_ratio:.4f}, {lead * 100:+.1f}{sure}, {report.writes_per_ref:.2f}"
+        bounds = f" ({interval.low * 100:+.1f} to {interval.high * 100:+.1f})" if interval else ""
+        return lead, f"{report.prefix_hit_ratio:.4f}, {lead * 100:+.1f}{bounds}, {report.writes_per_ref:.2f}"
 
     def of_lru(self) -> str:
         report, _ = self._run("lru", False, "", 0)
@@ -147,11 +147,11 @@ def rows(recording: Recording, capacities: list[str], broken: list[str]) -> Iter
     cells = [Cells(recording, capacity, side) for capacity, side in places]
     yield ["`lru`", *(cell.of_lru() for cell in cells)]
     for known in filter(recording.can, KNOWLEDGE):
-        found = [cell.compare(known) for cell in cells]
-        yield [known.words, *(text for _, text in found)]
+        compared = [cell.compare(known) for cell in cells]
+        yield [known.words, *(text for _, text in compared)]
         broken += [
             f"{recording.trace.name}, {capacity}, {side}, told {known.words}: {lead * 100:+.2f} points"
-            for (capacity, side), (lead, _) in zip(places, found, strict=True)
+            for (capacity, side), (lead, _) in zip(places, compared, strict=True)
             if lead < -promised(Hazard.promise, Hazard.write_cost)
         ]
 

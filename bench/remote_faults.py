@@ -1,19 +1,25 @@
-"""How long a scheduler's calls take while a shared tier's server, or the network to it, fails.
+"""Duration of a scheduler's calls while a shared tier's server, or the network to it, fails.
 
     .venv/bin/python bench/remote_faults.py [--seconds 4] [--only valkey|cluster|s3] [--fault hangs ...]
 
-A manager with RAM and a tier behind it is driven as by a scheduler: a step every 2 ms, `lookup` for each of
-up to four requests, loads and stores as they are due, one `poll`. Of three requests one asks for a path that
-is new, two for one that another machine has stored. Each fault begins after a healthy second, lasts
-`--seconds`, and is watched for two more after its end. Servers, and the proxies with the faults, are other
-processes; in a cluster the fault is that of one of three masters.
+A manager with RAM and a shared tier runs steps like a scheduler, every 2 ms: `lookup` for each of up to four
+requests, loads and stores, one `poll`. A third of the requests has a new path, the others a path that another
+machine stored. Each fault begins after a healthy second and lasts `--seconds`; the measurement ends two
+seconds later. Servers and the proxies with the faults run in other processes. In a cluster, one of three
+masters has the fault.
 
-Prints for each fault, of all calls of `lookup` and `poll`: how many there were, what they took in ms on the
-clock; on the clock less what the thread could run but the kernel had given its processor to others ("ours");
-and of its own CPU time; how long a request waited at most, and how far that was past its deadline; and the
-share of blocks asked for that came from RAM or the tier. Of calls over 2 ms on the clock it says why: `taken`
-would not have been over 2 ms if the processor had not been taken; of the others `cpu` is our own work, `gc`
-Python's garbage collection, and `waited` for the interpreter's lock, which another of our threads had.
+Prints for each fault and for `lookup` and `poll`:
+
+    calls           their number
+    p50, p99        wall time in ms
+    ours            wall time without the time in which the thread waited for a processor
+    CPU             CPU time of the thread
+    wait            the longest wait of a request, and how far it exceeded the deadline
+    served          the share of requested blocks that came from RAM or the tier
+
+The reasons of calls that took more than 2 ms of wall time: `taken`: the processor was given to others; `gc`:
+Python's garbage collection; `cpu`: our own work; `waited`: another of our threads held the interpreter's
+lock.
 """
 
 from __future__ import annotations
@@ -51,7 +57,7 @@ DEADLINE_S = 2.0
 LONG_NS = 2_000_000
 WARM_S, AFTER_S = 1.0, 2.0
 FAULT_AGAIN_S = 0.1
-"""After so long bytes are counted anew: a connection is cut, a byte flipped, again and again."""
+"""Interval after which a fault is repeated: a connection is cut again, another byte is flipped."""
 
 
 # ---- faults
@@ -97,7 +103,7 @@ SIGNALS = ["SIGSTOP", "SIGKILL"]
 
 
 def pass_on(pipe: Any, ports: list[int]) -> None:
-    """Another process: proxies in front of these ports; the first has the fault that it is told of."""
+    """Run proxies for these ports, in another process; the first has the fault received from `pipe`."""
     proxies = [FaultProxy(port) for port in ports]
     pipe.send([proxy.port for proxy in proxies])
     chance, name = random.Random(1), "none"
@@ -112,23 +118,25 @@ def pass_on(pipe: Any, ports: list[int]) -> None:
 
 @contextmanager
 def proxied(ports: list[int]) -> Iterator[tuple[list[int], Callable[[str], None]]]:
-    """Where the proxies listen, and a function that tells the first of a fault."""
-    ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=pass_on, args=(theirs, ports), daemon=True)
+    """Run proxies; yields their ports, and a function that sets the fault of the first."""
+    own_end, proxy_end = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(
+        target=pass_on, args=(proxy_end, ports), daemon=True
+    )
     process.start()
     try:
-        yield ours.recv(), ours.send
+        yield own_end.recv(), own_end.send
     finally:
-        ours.send("")
+        own_end.send("")
         process.join()
 
 
-# ---- what is measured
+# ---- measurement
 
 
 @dataclass
 class Calls:
-    """What the calls of one kind took."""
+    """Times of all calls of one kind, and the reasons of long calls."""
 
     wall_ns: list[int] = field(default_factory=list)
     ours_ns: list[int] = field(default_factory=list)
@@ -143,7 +151,7 @@ class Calls:
 
 
 class Watch:
-    """Times calls, and notes why those took long that did."""
+    """Measures calls, and counts the reasons of long calls."""
 
     def __init__(self) -> None:
         self.calls = {"lookup": Calls(), "poll": Calls()}
@@ -164,19 +172,19 @@ class Watch:
     def call(self, kind: str, do: Callable[..., Any], *args: Any) -> Any:
         queued, gc_ns = self._queued_ns(), self.gc_ns
         cpu, wall = time.thread_time_ns(), time.perf_counter_ns()
-        found = do(*args)
+        result = do(*args)
         wall, cpu = time.perf_counter_ns() - wall, time.thread_time_ns() - cpu
         if self.is_on:
-            calls, ours = self.calls[kind], max(cpu, wall - (self._queued_ns() - queued))
+            calls, own = self.calls[kind], max(cpu, wall - (self._queued_ns() - queued))
             calls.wall_ns.append(wall)
-            calls.ours_ns.append(ours)
+            calls.ours_ns.append(own)
             calls.cpu_ns.append(cpu)
             if wall > LONG_NS:
-                calls.why[reason(ours, cpu, self.gc_ns - gc_ns)] += 1
-        return found
+                calls.why[reason(own, cpu, self.gc_ns - gc_ns)] += 1
+        return result
 
     def _queued_ns(self) -> int:
-        """For how long this thread could run and no processor ran it, since it began."""
+        """Total time in which this thread waited for a processor."""
         return int(os.pread(self._schedule, 99, 0).split()[1])
 
     def close(self) -> None:
@@ -192,7 +200,7 @@ def reason(ours_ns: int, cpu_ns: int, gc_ns: int) -> str:
     return "cpu" if cpu_ns > LONG_NS else "waited"
 
 
-# ---- what is driven
+# ---- the scheduler
 
 
 def keys_of(path: int) -> list[bytes]:
@@ -200,7 +208,7 @@ def keys_of(path: int) -> list[bytes]:
 
 
 class Machine:
-    """RAM, a shared tier behind it, and a scheduler that asks for paths."""
+    """RAM with a shared tier behind it, and a scheduler that requests paths."""
 
     def __init__(self, described: TierOptions | None) -> None:
         self.ram = MemoryTier(CAPACITY, BLOCK_BYTES, verify=False)
@@ -216,7 +224,7 @@ class Machine:
         self._step = 0
 
     def fill(self) -> None:
-        """What another machine has stored."""
+        """Store all paths, as another machine."""
         for path in range(NUM_PATHS):
             ctx = self.manager.begin_request("fill", keys_of(path))
             self._store(ctx, keys_of(path))
@@ -243,19 +251,19 @@ class Machine:
         self._step += 1
         waiting = []
         for ctx, keys, begun in self._active:
-            found = self.watch.call("lookup", self.manager.lookup, keys, ctx)
-            if found.stopped_by is LookupResult.RETRY:
+            hits = self.watch.call("lookup", self.manager.lookup, keys, ctx)
+            if hits.stopped_by is LookupResult.RETRY:
                 waiting.append((ctx, keys, begun))
                 continue
             if is_counted:
                 self.longest_wait_s = max(self.longest_wait_s, time.monotonic() - begun)
                 self.asked += len(keys)
-                self.served += found.num_ready
-            plan = self.manager.prepare_load(keys[: found.num_ready], ctx)
+                self.served += hits.num_ready
+            plan = self.manager.prepare_load(keys[: hits.num_ready], ctx)
             for key, slot in zip(plan.keys, plan.slots.tolist(), strict=True):
                 assert self.ram.pool[slot, :36].tobytes() == key, "a wrong block was served"
             self.manager.complete_load(plan)
-            self._store(ctx, keys[found.num_ready :])
+            self._store(ctx, keys[hits.num_ready :])
             self.manager.finish_request(ctx)
         self._active = waiting
         self.watch.call("poll", self.manager.poll)
@@ -280,22 +288,24 @@ def report(name: str, machine: Machine) -> None:
     served = f"{100 * machine.served / max(1, machine.asked):.0f} %"
     for kind, calls in watch.calls.items():
         if calls.wall_ns:
-            more = f"{waited:.3f} | {past} | {served}" if kind == "lookup" else "| |"
-            print(f"| {name}: {kind} | {calls.text()} | {more} |", flush=True)
+            cells = f"{waited:.3f} | {past} | {served}" if kind == "lookup" else "| |"
+            print(f"| {name}: {kind} | {calls.text()} | {cells} |", flush=True)
     why = {kind: dict(calls.why) for kind, calls in watch.calls.items() if calls.why}
     if why:
         print(f"<!-- over 2 ms: {why}; longest collection {watch.longest_gc_ns / 1e6:.2f} ms -->", flush=True)
 
 
-# ---- the three kinds
+# ---- three kinds of servers
 
 
 @dataclass
 class Kind:
-    """An engine of one kind, started.
+    """A running server of one kind.
 
     Attributes:
-        described: the tier, through the proxies. tell: the first proxy, of a fault. server: who gets signals.
+        described: options of the tier, through the proxies.
+        tell: sets the fault of the first proxy.
+        server: receives signals.
     """
 
     described: TierOptions
@@ -327,15 +337,15 @@ def one_server(directory: Path) -> Iterator[Kind]:
 
 @contextmanager
 def cluster(directory: Path) -> Iterator[Kind]:
-    """Three masters, each with a replica."""
+    """Run three masters, each with a replica."""
     from support.valkey_server import clustered
 
     whole = ("--cluster-require-full-coverage", "no")
-    with clustered(directory, *whole) as made, proxied([one.port for one in made.servers]) as (ports, tell):
+    with clustered(directory, *whole) as made, proxied([node.port for node in made.servers]) as (ports, tell):
         for server, port in zip(made.servers, ports, strict=True):
             server.execute("CONFIG", "SET", "cluster-announce-port", str(port))
         announced = {*ports[: made.num_masters]}
-        made.wait(lambda: all({one[2][1] for one in server.ask("CLUSTER", "SLOTS")} == announced
+        made.wait(lambda: all({node[2][1] for node in server.ask("CLUSTER", "SLOTS")} == announced
                               for server in made.servers))  # fmt: skip
         nodes = ",".join(f"127.0.0.1:{port}" for port in ports[:2])
         yield Kind(ValkeyOptions(url=f"valkey+cluster://{nodes}/bench"), tell, made.servers[0])
@@ -380,13 +390,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--only", choices=[*KINDS])
-    parser.add_argument("--fault", nargs="*", help="only these")
-    parser.add_argument("--switch-interval", type=float, default=sys.getswitchinterval(), help="Python's, s")
+    parser.add_argument("--fault", nargs="*", help="faults to measure; default: all")
+    parser.add_argument(
+        "--switch-interval",
+        type=float,
+        default=sys.getswitchinterval(),
+        help="Python's switch interval in seconds",
+    )
     given = parser.parse_args()
     sys.setswitchinterval(given.switch_interval)
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
     gc.collect()
-    gc.freeze()  # as vLLM does when an engine has started
+    gc.freeze()  # as vLLM does after the start of an engine
     print(HEAD)
     alone = Machine(None)
     alone.run(given.seconds, is_counted=True)

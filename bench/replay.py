@@ -1,20 +1,20 @@
-"""What a replay costs per block reference, beside what others cost: ``python bench/replay.py [--quick]``.
+"""CPU time of a replay per reference, against vLLM and libCacheSim: ``python bench/replay.py [--quick]``.
 
-On slices of recorded traces and a synthetic chat workload, a cache of 5 % of the blocks of each:
+Replays slices of recorded traces and a synthetic chat workload, with a cache of 5 % of the blocks of each:
 
-- ours: a replay without data, every registered policy, from `Replay.run` to its last request: decisions,
-  keys, counts and the hash of the decision log; not the report at its end, which has a line of its own;
-- vLLM's `CPUOffloadingManager` with its LRU, called as its connector calls it. Its keys are ready, the same
-  objects each time (which remember their hashes), and its contexts are made outside of what is timed;
-- libCacheSim's Python binding, LRU: a loop over the flat stream of block ids, one request object used again,
-  which is the fastest form that is still Python; and `process_trace`, whose loop is C, over a binary file.
+- kvoffload: a replay without data, every registered policy, from `Replay.run` to the last request: decisions,
+  keys, counts and the hash of the decision log. The report at the end has its own line;
+- vLLM's `CPUOffloadingManager` with LRU, called as by its connector. Keys are reused objects with cached
+  hashes; contexts are made outside the timed region;
+- libCacheSim's LRU: its Python binding in a loop over the block ids with one reused request object, the
+  fastest form in Python; and `process_trace`, a loop in C over a binary file.
 
-All take turns in one process, whole runs, in changing order; each number is the median of the rounds, in CPU
-time of the thread. The ratios hold, absolute figures do not. vLLM and libCacheSim (``pip install
-libcachesim``) may both be missing: what is then not known is said. Recordings are read from the folder that
-KVOFFLOAD_TRACES names. ``--full`` also replays a whole agentic trace with every policy, once.
+Whole runs take turns in one process, in changing order. A number is the median of the rounds, in CPU time of
+the thread. Ratios are valid on other machines, absolute times are not. Without vLLM or libCacheSim (``pip
+install libcachesim``) its rows are missing, with the reason. Recordings come from the folder
+KVOFFLOAD_TRACES. ``--full`` also replays a whole agentic trace once with every policy.
 
-Takes minutes; ``--quick``, with shorter slices, about one on a quiet machine and three on a busy one.
+Takes minutes; ``--quick``, with shorter slices, about one minute on an idle machine and three on a busy one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ TRACES = {
     "conversation_first60": "mooncake_conversation/conversation_first60.jsonl",
     "chat": "",
 }
-"""File of each recording; a built-in workload has none."""
+"""File of each recording; empty for a built-in workload."""
 FULL = "agentic_3h"
 CAPACITY_SHARE = 0.05
 SLICE_REFS, QUICK_REFS = 300_000, 60_000
@@ -64,7 +64,7 @@ Result = dict[str, Any]
 
 
 def head_of(trace: Trace, num_refs: int) -> Trace:
-    """The leading requests of a trace, of together about `num_refs` references."""
+    """Return the leading requests of a trace, with about `num_refs` references in all."""
     requests = min(int(np.searchsorted(trace.offsets, num_refs)), trace.requests)
     refs = trace.refs[: trace.offsets[requests]]
     return dataclasses.replace(
@@ -88,7 +88,7 @@ def timed(call: Callable[[], Any]) -> int:
 
 
 class Ours:
-    """A replay without data."""
+    """Our replay without data."""
 
     def __init__(self, policy: str) -> None:
         self.policy = policy
@@ -111,7 +111,7 @@ class Ours:
 
 
 class Theirs:
-    """vLLM's manager, the same requests."""
+    """vLLM's manager with the same requests."""
 
     def __init__(self, trace: Trace) -> None:
         keys = list(TraceKeys(trace).of_blocks(np.arange(trace.unique_blocks, dtype=np.int32)))
@@ -155,14 +155,14 @@ class Theirs:
 
 
 def libcachesim_lru(trace: Trace) -> Any:
-    """Its LRU, with a hash table of a fitting size: the default one of 128 MB costs it page faults."""
+    """libCacheSim's LRU, with a small hash table: the default of 128 MB causes page faults."""
     libcachesim: Any = importlib.import_module("libcachesim")
     capacity = capacity_of(trace)
     return libcachesim.LRU(capacity, hashpower=max(10, (2 * capacity).bit_length()))
 
 
 class Binding:
-    """libCacheSim's LRU over the flat stream of references, a loop in Python."""
+    """libCacheSim's LRU in a Python loop over the references."""
 
     def __init__(self, trace: Trace) -> None:
         self.ids = trace.refs.tolist()
@@ -183,7 +183,7 @@ class Binding:
 
 
 class Native:
-    """libCacheSim's LRU over a file of the same references: the loop and the reader are C."""
+    """libCacheSim's LRU over a file of the same references; loop and reader are in C."""
 
     def __init__(self, trace: Trace, folder: Path) -> None:
         records = np.zeros(trace.block_refs, ORACLE_GENERAL)
@@ -203,7 +203,7 @@ class Native:
 
 
 def measure(trace: Trace, rounds: int, with_vllm: bool, with_libcachesim: bool, folder: Path) -> Result:
-    """Nanoseconds per reference of everyone on one trace, the median of the rounds."""
+    """Measure all sides on one trace: median ns per reference."""
     sides: dict[str, Any] = {policy: Ours(policy) for policy in sorted(POLICIES.names())}
     if with_vllm:
         sides[VLLM] = Theirs(trace)
@@ -233,33 +233,33 @@ def measure(trace: Trace, rounds: int, with_vllm: bool, with_libcachesim: bool, 
 
 
 def whole_trace(trace: Trace) -> dict[str, float]:
-    """Seconds of CPU time that one replay of a whole trace takes, by policy, the report included."""
-    taken = {}
+    """Measure one replay of a whole trace with its report, in seconds of CPU time, by policy."""
+    seconds = {}
     for policy in sorted(POLICIES.names()):
         progress(f"{trace.name}, whole: {policy}")
         run = Ours(policy)
-        taken[policy] = round((run.run(trace) + run.report_ns) / 1e9, 2)
-    return taken
+        seconds[policy] = round((run.run(trace) + run.report_ns) / 1e9, 2)
+    return seconds
 
 
 def requirements(results: list[Result]) -> list[Result]:
-    """What was promised, and what was measured for it (None: not measured)."""
+    """List the targets with the measured values (None: not measured)."""
     rows = []
     for result in results:
         times = result["ns_per_ref"]
         lru = times["lru"]
-        ours = {name: ns for name, ns in times.items() if name in POLICIES.names()}
-        slowest = max(ours, key=lambda name: ours[name])
-        for what, limit, other in (
+        own_times = {name: ns for name, ns in times.items() if name in POLICIES.names()}
+        slowest = max(own_times, key=lambda name: own_times[name])
+        for label, limit, baseline_ns in (
             ("vLLM's LRU, times ours", 20, times.get(VLLM)),
             ("libCacheSim's binding, times ours", 5, times.get(BINDING)),
         ):
-            ratio = None if other is None else round(other / lru, 2)
+            ratio = None if baseline_ns is None else round(baseline_ns / lru, 2)
             reached = None if ratio is None else ratio >= limit
-            rows.append({"what": what, "limit": f">= {limit}", "measured": ratio, "reached": reached})
-        ratio = round(ours[slowest] / lru, 2)
-        what = f"slowest policy ({slowest}), times LRU"
-        rows.append({"what": what, "limit": "<= 3", "measured": ratio, "reached": ratio <= 3})
+            rows.append({"what": label, "limit": f">= {limit}", "measured": ratio, "reached": reached})
+        ratio = round(own_times[slowest] / lru, 2)
+        label = f"slowest policy ({slowest}), times LRU"
+        rows.append({"what": label, "limit": "<= 3", "measured": ratio, "reached": ratio <= 3})
         for row in rows[-3:]:
             row["trace"] = result["trace"]
     return rows
@@ -292,10 +292,10 @@ def print_all(everything: Result) -> None:
     print(f"Python {about['python']}, {packages}")
     print(f"Median of {everything['rounds']} rounds, CPU time of the thread, in turns.")
     for missing, reason in everything["missing"].items():
-        print(f"{missing} IS NOT HERE ({reason})")
+        print(f"{missing} IS MISSING ({reason})")
     for result in everything["results"]:
         print_result(result)
-    print("\nHits: libCacheSim counts every block that is there, the others those that extend a prefix.")
+    print("\nHits: libCacheSim counts every cached block, the others only blocks that extend a prefix.")
     if everything["whole_s"]:
         print(f"\n{FULL}, whole, seconds of CPU time with the report:")
         for policy, seconds in everything["whole_s"].items():
@@ -308,15 +308,15 @@ def print_all(everything: Result) -> None:
 
 
 def traces(quick: bool, missing: dict[str, str]) -> list[Trace]:
-    folder, found = os.environ.get("KVOFFLOAD_TRACES"), []
+    folder, loaded = os.environ.get("KVOFFLOAD_TRACES"), []
     for name, file in TRACES.items():
         if file and not (folder and (Path(folder) / file).exists()):
-            missing[name] = "KVOFFLOAD_TRACES names the folder of the recordings"
+            missing[name] = "set KVOFFLOAD_TRACES to the folder of the recordings"
             continue
         progress(f"reading {name}")
         trace = load_trace(Path(str(folder)) / file if file else name)
-        found.append(head_of(trace, QUICK_REFS if quick else SLICE_REFS))
-    return found
+        loaded.append(head_of(trace, QUICK_REFS if quick else SLICE_REFS))
+    return loaded
 
 
 def main() -> None:
@@ -329,11 +329,11 @@ def main() -> None:
     reasons = {"vllm": why_no_vllm(), "libcachesim": why_no_libcachesim()}
     missing = {name: reason for name, reason in reasons.items() if reason}
     rounds = QUICK_ROUNDS if arguments.quick else ROUNDS
-    found = traces(arguments.quick, missing)
+    loaded = traces(arguments.quick, missing)
     with tempfile.TemporaryDirectory() as folder:
         results = [
             measure(trace, rounds, "vllm" not in missing, "libcachesim" not in missing, Path(folder))
-            for trace in found
+            for trace in loaded
         ]
     whole: dict[str, float] = {}
     if arguments.full and FULL not in missing:

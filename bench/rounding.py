@@ -1,11 +1,11 @@
-"""Measures how far blocks of one computation differ by rounding, and how far wrong blocks differ.
+"""Differences of KV blocks by rounding, and of wrong blocks; the basis of `kvoffload.transfer.difference`.
 
     .venv-vllm/bin/python bench/rounding.py [--layers 4,32,80]     (needs torch and transformers, a minute)
 
-The limits of the audit (`kvoffload.transfer.difference`) rest on this table. A Llama with random weights
-computes 256 tokens in bfloat16 and in float16, and the same rounded weights compute them in float32.
-"rounding" is the difference between the two; blocks have 16 tokens, keys and values of a layer are judged
-apart. "wrong" is the largest difference after a change of the first token. For fp8 both are rounded twice.
+A Llama with random weights computes 256 tokens in bfloat16 and in float16; the same rounded weights compute
+them in float32. "rounding" is the difference between the two, for blocks of 16 tokens, separately for keys
+and values of each layer. "wrong" is the largest difference after a change of the first token. For fp8, both
+results are rounded again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OF_MODEL = {"bfloat16": ("bfloat16", "float8_e4m3fn", "float8_e5m2"), "float16":
 
 
 def model(num_layers: int) -> LlamaForCausalLM:
-    """Return a model whose layers keep the size of their input, so that many layers do not saturate."""
+    """Return a model whose layers preserve the scale of their input, so that many layers do not saturate."""
     made = LlamaForCausalLM(
         LlamaConfig(
             hidden_size=512, intermediate_size=1408, num_hidden_layers=num_layers, num_attention_heads=8,
@@ -48,10 +48,10 @@ def keys_and_values(computing: LlamaForCausalLM, tokens: torch.Tensor) -> list[t
 
 
 def differences(first: list[torch.Tensor], second: list[torch.Tensor], value_type: str) -> Iterator[float]:
-    for one, other in zip(first, second, strict=True):
+    for kv_first, kv_second in zip(first, second, strict=True):
         for begin in range(0, NUM_TOKENS, BLOCK_TOKENS):
-            parts = (kv[:, begin : begin + BLOCK_TOKENS] for kv in (one, other))
-            computed, stored = (as_bytes(part, value_type) for part in parts)
+            blocks = (kv[:, begin : begin + BLOCK_TOKENS] for kv in (kv_first, kv_second))
+            computed, stored = (as_bytes(block, value_type) for block in blocks)
             yield difference(computed, stored, value_type)
 
 

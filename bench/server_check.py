@@ -1,12 +1,11 @@
-"""Real servers beside the replays of their own recordings: `kvoffload simulate --check`, as a user runs it.
+"""Real servers against replays of their recordings: `kvoffload simulate --check`, as a user runs it.
 
     .venv-vllm/bin/python bench/server_check.py RECORDING... [--requests 120] [--load 0.4] [--ram-blocks 1000]
 
-For each recording and each store mode it starts vLLM's server on the CPU with a tiny model, serves the first
-requests of the recording at their times, scaled to `--load` of the server's prefill speed, and runs
-``kvoffload simulate`` and ``kvoffload replay`` with ``--check`` on what the server has recorded. A block of
-the recording is a block of 32 tokens. One more server measures the machine first (``kvoffload calibrate``).
-Times need an idle machine.
+Calibrates the machine with a first server (``kvoffload calibrate``). Then, for each recording and store mode,
+starts vLLM's server on the CPU with a tiny model and sends the first requests of the recording at their
+times, scaled to `--load` of the server's prefill speed. Runs ``kvoffload simulate`` and ``kvoffload replay``
+with ``--check`` on the server's own recording. A block has 32 tokens. Times need an idle machine.
 """
 
 from __future__ import annotations
@@ -49,15 +48,15 @@ def support(name: str) -> Any:
 
 
 def prompts(trace: Trace) -> list[list[int]]:
-    """Return the prompts: whole blocks with tokens of their own, and one more token."""
-    found = []
+    """Return the prompts: full blocks with distinct tokens, and one more token."""
+    token_lists = []
     for begin, end in pairwise(trace.offsets.tolist()):
         tokens = [7]
         for code in trace.refs[begin:end].tolist():
             block = random.Random(code)
             tokens += [block.randrange(8, 1000) for _ in range(BLOCK_TOKENS)]
-        found.append([*tokens[1:], 7])
-    return found
+        token_lists.append([*tokens[1:], 7])
+    return token_lists
 
 
 def flags(gpu_blocks: int) -> dict[str, Any]:
@@ -80,7 +79,7 @@ def kvoffload(*words: object) -> tuple[int, str]:
 
 
 def calibrated(model: Path, directory: Path, chosen: argparse.Namespace) -> tuple[Path, float]:
-    """Measure a server; return the file of the machine, and the seconds that a prompt token takes."""
+    """Measure a server; return the file of the machine, and the prefill seconds per prompt token."""
     machine = directory / "machine.json"
     start = support("vllm_api_server").running
     with start(model, directory / "log", flags=flags(chosen.gpu_blocks), fresh=True) as (server, _):
@@ -88,19 +87,19 @@ def calibrated(model: Path, directory: Path, chosen: argparse.Namespace) -> tupl
             "calibrate", "--url", server.url, "--out", machine, "--block-bytes", BLOCK_BYTES,
             "--step-tokens", STEP_TOKENS, "--total-bytes", "64MiB", "--repeats", 5, "--quiet",
         )  # fmt: skip
-    # On this machine copies to the device are copies in memory.
+    # Without a GPU, copies to the device are copies in memory.
     measured, copies = read_machine(machine), memory_copies(BLOCK_BYTES, 64, 20)["memory_copy_bytes_per_s"]
     latency = Quantity(1e-3, 1e-3, 1e-3, "assumed")
-    found = msgspec.structs.replace(
+    complete = msgspec.structs.replace(
         measured, load_bytes_per_s=copies, store_bytes_per_s=copies, copy_latency_s=latency
     )
-    machine.write_bytes(found.to_json())
-    assert found.prefill_s_per_token is not None
-    return machine, found.prefill_s_per_token.value
+    machine.write_bytes(complete.to_json())
+    assert complete.prefill_s_per_token is not None
+    return machine, complete.prefill_s_per_token.value
 
 
 def serve(server: Any, trace: Trace, s_per_token: float, load: float) -> None:
-    """Send all requests at the recording's times, scaled so that computing all prompts takes `load`."""
+    """Send all requests at the recording's times, scaled so that prefill without a cache takes `load`."""
     work_s = trace.block_refs * BLOCK_TOKENS * s_per_token
     arrivals = trace.timestamps_ms - trace.timestamps_ms[0]
     scale = work_s / load / max(1, int(arrivals[-1]))
@@ -124,7 +123,7 @@ def ask(server: Any, prompt: list[int]) -> None:
 
 
 def compare(recording: Path, server: Any, machine: Path, mode: tuple[str, str], chosen: Any) -> list[str]:
-    """Return a line for each command: predicted and served values of the compared quantities."""
+    """Return a line for each command: served and predicted values of the compared quantities."""
     common = [
         recording, "--policy", mode[0], "--store", mode[1], "--capacity", chosen.ram_blocks,
         "--device-blocks", chosen.gpu_blocks - 1, "--bytes-per-token", BYTES_PER_TOKEN,
@@ -132,14 +131,14 @@ def compare(recording: Path, server: Any, machine: Path, mode: tuple[str, str], 
     ]  # fmt: skip
     timed = ["--machine", machine, "--max-running", MAX_RUNNING, "--step-tokens", STEP_TOKENS]
     lines = []
-    for command, more in (("simulate", timed), ("replay", ["--no-data"])):
-        code, output = kvoffload(command, *common, *more)
-        found = json.loads(output)["check"]
+    for command, options in (("simulate", timed), ("replay", ["--no-data"])):
+        code, output = kvoffload(command, *common, *options)
+        check = json.loads(output)["check"]
         cells = [
             f"{row['name']} {row['server']:.4g} / {row['predicted']:.4g} ({100 * row['difference']:+.1f})"
-            for row in found["rows"][2:]
+            for row in check["rows"][2:]
         ]
-        lines.append(f"  {command:8s} {found['verdict']:9s} {code}  " + "  ".join(cells + found["settings"]))
+        lines.append(f"  {command:8s} {check['verdict']:9s} {code}  " + "  ".join(cells + check["settings"]))
     return lines
 
 
@@ -149,7 +148,7 @@ def main() -> None:
     )
     parser.add_argument("recordings", nargs="+")
     parser.add_argument("--requests", type=int, default=120)
-    parser.add_argument("--load", type=float, default=0.4, help="of the prefill speed without a cache")
+    parser.add_argument("--load", type=float, default=0.4, help="share of the prefill speed without a cache")
     parser.add_argument("--gpu-blocks", type=int, default=400)
     parser.add_argument("--ram-blocks", type=int, default=1000)
     chosen = parser.parse_args()
@@ -170,7 +169,7 @@ def main() -> None:
                     policy=mode[0], store=mode[1], ram=chosen.ram_blocks * BLOCK_BYTES, record=str(recording),
                 ) as (server, _):  # fmt: skip
                     serve(server, trace, s_per_token, chosen.load)
-                    time.sleep(1.0)  # the recorder writes
+                    time.sleep(1.0)  # the recorder writes its buffer
                     print(f"{trace.name}, {trace.requests} requests, {mode[0]}, {mode[1]}")
                     print("\n".join(compare(recording, server, machine, mode, chosen)), flush=True)
 

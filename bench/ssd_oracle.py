@@ -1,16 +1,16 @@
-"""Limits of an SSD's admission rule with a write budget: what knowledge of the future is worth.
+"""Upper limits of an SSD's admission rule with a write budget, with and without knowledge of the future.
 
-Replays RAM without the SSD, then chooses the blocks to write among the blocks that RAM misses. Prints, as
-points of all block references, the hits beyond RAM alone of
+Replays RAM without the SSD, then chooses the blocks to write among the blocks that RAM misses. Prints the
+additional hits, in points of all block references, for four choices:
 
 - oracle: the blocks with the most missed uses, all written at the start of the recording (the `oracle` of
   `kvoffload plan`);
-- oracle, even budget: the best choice if the budget is spent evenly and a block hits only after it was
-  written; exact, by an assignment of writes to blocks (``--exact``, needs scipy, 20 s);
-- future known, counts: a block is written once its missed uses to come reach the best threshold;
-- counts: a block is written once as many requests used it as the best threshold says.
+- oracle, even budget: the best choice if the budget is spent evenly and a block hits only after its write;
+  exact, by an assignment of writes to blocks (``--exact``, needs scipy, 20 s);
+- future known, counts: a block is written when its future missed uses reach the best threshold;
+- counts: a block is written when its past uses reach the best threshold.
 
-The last two spend the budget evenly, too, serve a block only behind its served parent, and know their best
+The last two also spend the budget evenly, serve a block only behind its served parent, and know their best
 threshold in advance. An admission rule without knowledge of the future can hardly exceed `counts`.
 
     python bench/ssd_oracle.py conversation_first60.jsonl --ram 409 --device 1907 --writes 2247
@@ -35,7 +35,7 @@ THRESHOLDS = range(1, 21)
 
 
 class Misses:
-    """Block references, and what happens to the block before and after each.
+    """Block references, with the past and future uses of each block.
 
     Attributes:
         is_offered: RAM alone misses the block, so the engine computes it.
@@ -83,10 +83,10 @@ class Misses:
         return max((self.hits_by_threshold(scores, least, num_writes), least) for least in THRESHOLDS)
 
     def even_oracle(self, num_writes: int) -> int:
-        """Compute the most hits of an evenly spent budget: each write gets the block of greatest use.
+        """Compute an upper bound of the hits of an evenly spent budget, by an assignment of writes to blocks.
 
-        Write number `n` may happen from request `n * requests / num_writes` on. Ignores that a block hits
-        only behind its parent, so no rule exceeds it.
+        Write `n` is possible from request `n * requests / num_writes` on. Ignores that a block hits only
+        behind its parent, so no rule exceeds the result.
         """
         from scipy.optimize import linear_sum_assignment  # type: ignore[import-untyped]
 
@@ -114,7 +114,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--ram", type=int, required=True, help="slots of RAM")
     parser.add_argument("--device", type=int, required=True, help="blocks of the device cache")
     parser.add_argument(
-        "--writes", type=int, required=True, help="blocks that may be written in the recording"
+        "--writes", type=int, required=True, help="budget: blocks written during the recording"
     )
     parser.add_argument("--policy", default="hazard", help="policy of RAM")
     parser.add_argument("--exact", action="store_true", help="also the exact oracle with an even budget")

@@ -1,7 +1,7 @@
-"""Tables of a sweep in Markdown. `--write` puts a selection of them into docs/policies.md.
+"""Tables of a sweep in Markdown. `--write` puts a selection into docs/policies.md.
 
-Reads docs/data/sweep.csv (columns: docs/sweep.md) or the named file. Chooses the numbers; `targets` judges
-`hazard`. Knows only the names of policies.
+Reads docs/data/sweep.csv (columns: docs/sweep.md) or the named file. `targets` checks `hazard`. Knows only
+the names of policies.
 
     python bench/tables.py [SWEEP.csv] [--write]
 """
@@ -22,13 +22,13 @@ DOCUMENT = ROOT / "docs" / "policies.md"
 CAPACITIES = ("1%", "2%", "5%", "10%", "20%")
 DEVICES = ("0", "0.25x", "0.5x", "1x")
 SHOWN_TRACES, SHOWN_CAPACITIES = ("agentic_3h", "conversation_first60"), ("1%", "5%")
-"""Columns of the table in the document, without a device. Printed tables have all of them."""
+"""Columns of the document's table, without a device. Printed tables have all columns."""
 GATED = ("lru",)
-"""Policies whose other admission rules have a row, too; with all policies the table would be too long."""
+"""Policies with a row for each admission rule; the table would be too long with all policies."""
 
 
 def read_rows(path: Path) -> Rows:
-    """The rows of a sweep, by what they are of."""
+    """Read the rows of a sweep."""
     with path.open(newline="", encoding="utf-8") as file:
         rows = [
             Row(
@@ -49,13 +49,13 @@ def read_rows(path: Path) -> Rows:
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
+    """Format a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def table_of_hits(rows: Rows, trace: str, device: str, store: str, shown: Sequence[str] = CAPACITIES) -> str:
-    """Policies down, capacities across: hits, writes, gap closed. Empty if not swept."""
+    """Format policies by capacities: hits, writes, share of the gap closed. Empty if not swept."""
     header, *lines = _hits(rows, trace, device, store, shown)
     return markdown(header, lines) if lines else ""
 
@@ -135,7 +135,7 @@ CHOICES = (
 
 
 def table_of_choices(rows: Rows) -> str:
-    """Recommended choices: hits and writes per reference before and after, on every trace."""
+    """Format the recommended choices: hits and writes per reference before and after, on every trace."""
     lines = []
     for choice in CHOICES:
         cells = []
@@ -166,7 +166,7 @@ def advice(rows: Rows) -> str:
 
 
 def tables(rows: Rows) -> str:
-    """Text between the markers ``tables``: the shown traces side by side, without a device."""
+    """Text between the markers ``tables``: the shown traces, without a device."""
     sides = [_hits(rows, trace, "0", "on-compute", SHOWN_CAPACITIES) for trace in SHOWN_TRACES]
     cells = [{name: cells for name, *cells in side[1:]} for side in sides]
     header = ["on-compute", *(f"{trace}, {size}" for trace in SHOWN_TRACES for size in SHOWN_CAPACITIES)]
@@ -174,14 +174,14 @@ def tables(rows: Rows) -> str:
 
 
 def all_tables(rows: Rows) -> str:
-    """The targets, and each trace with every device and store mode."""
-    parts = [_targets(rows)]
+    """Format the targets, and each trace with every device and store mode."""
+    sections = [_targets(rows)]
     for trace in rows.traces:
         for device in DEVICES:
             title = f"### {trace}, device {device}" if device != "0" else f"### {trace}"
             stores = ("on-compute", "on-device-eviction")
-            parts += [title, *(table_of_hits(rows, trace, device, store) for store in stores)]
-    return "\n\n".join(part for part in parts if part)
+            sections += [title, *(table_of_hits(rows, trace, device, store) for store in stores)]
+    return "\n\n".join(section for section in sections if section)
 
 
 def _targets(rows: Rows) -> str:
@@ -192,17 +192,17 @@ def _targets(rows: Rows) -> str:
 
 
 def put(document: str, name: str, text: str) -> str:
-    """The document with `text` between the markers `name`. Raises `ValueError` without them."""
+    """Put `text` between the markers `name` of a document. Raises `ValueError` if they are missing."""
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    before, found, rest = document.partition(begin)
-    _, closed, after = rest.partition(end)
-    if not found or not closed:
+    before, has_begin, behind_begin = document.partition(begin)
+    _, has_end, after = behind_begin.partition(end)
+    if not has_begin or not has_end:
         raise ValueError(f"no markers {begin} {end}")
     return f"{before}{begin}\n\n{text}\n\n{end}{after}"
 
 
 def put_all(document: str, rows: Rows) -> str:
-    """The document with all of its tables."""
+    """Put all tables into a document."""
     return put(put(document, "advice", advice(rows)), "tables", tables(rows))
 
 

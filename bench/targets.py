@@ -1,7 +1,7 @@
-"""What the flagship promised, and where a sweep shows that it keeps it.
+"""Targets of `hazard`, checked against a sweep.
 
-Owns the rows of a sweep, as `tables` read them, and the targets. Every target is judged on every trace,
-capacity and device that was swept, with admission ``all``; what was not swept counts for nothing.
+Owns the rows of a sweep and the targets. Each target is checked on every swept trace, capacity and device,
+with admission ``all``. Places that were not swept are ignored.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SMALLEST_GAP = 0.001
 
 @dataclass(frozen=True)
 class Row:
-    """One replay. `hits` are of device and tier together, of which `added` the tier's; all per reference."""
+    """One replay. `hits`: of device and tier together; `added`: of the tier alone; both per reference."""
 
     trace: str
     device: str
@@ -33,7 +33,7 @@ class Row:
 
 
 class Rows:
-    """The rows of a sweep, found by what they are of."""
+    """Rows of a sweep, indexed by trace, device, store, capacity, policy and admission rule."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = {
@@ -42,34 +42,34 @@ class Rows:
         self.traces = list(dict.fromkeys(row.trace for row in rows))
 
     def devices(self, trace: str) -> list[str]:
-        """Devices, as typed, that a trace was swept with."""
+        """Return the swept devices of a trace, as typed."""
         return list(dict.fromkeys(row.device for row in self._rows.values() if row.trace == trace))
 
     def find(
         self, trace: str, device: str, store: str, capacity: str, policy: str, admission: str = "all"
     ) -> Row | None:
-        """One row, None if it was not swept."""
+        """Return a row, or None if it was not swept."""
         return self._rows.get((trace, device, store, capacity, policy, admission))
 
     def optimum(self, trace: str, device: str, store: str, capacity: str) -> float | None:
-        """What the best policy reaches there, None if it is not known."""
+        """Return the optimum's hits at a place, or None if unknown."""
         for row in self._rows.values():
             if (row.trace, row.device, row.store, row.capacity) == (trace, device, store, capacity):
                 return row.optimum
         return None
 
     def contestants(self, trace: str, device: str, store: str) -> list[tuple[str, str]]:
-        """Policies and admission rules that were swept there; the yardstick first, the flagship last."""
-        found = {
+        """Return the swept policies and admission rules: the yardstick first, the flagship last."""
+        pairs = {
             (row.policy, row.admission)
             for row in self._rows.values()
             if (row.trace, row.device, row.store) == (trace, device, store)
         }
         rank = {YARDSTICK: -1, FLAGSHIP: 1}
-        return sorted(found, key=lambda one: (rank.get(one[0], 0), one[0], one[1] != "all", one[1]))
+        return sorted(pairs, key=lambda pair: (rank.get(pair[0], 0), pair[0], pair[1] != "all", pair[1]))
 
     def gap_closed(self, row: Row) -> float | None:
-        """Share of what LRU, at the same place and with no gate, leaves to the optimum."""
+        """Return the closed share of the gap between LRU, with admission ``all``, and the optimum."""
         lru = self.find(row.trace, row.device, row.store, row.capacity, YARDSTICK)
         if lru is None or row.optimum is None or row.optimum - lru.hits < SMALLEST_GAP:
             return None
@@ -78,14 +78,14 @@ class Rows:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One target at one place: by how much it is exceeded (negative: missed), in the target's own unit."""
+    """One target at one place. `margin`: excess over the target, in its unit; negative if missed."""
 
     place: str
     margin: float
 
     @property
     def is_reached(self) -> bool:
-        # A margin of nothing is no miss; floats are.
+        # Tolerates rounding: a margin of 0 is reached.
         return self.margin >= -1e-9
 
 
@@ -94,51 +94,51 @@ Judge = Callable[[Rows, str, str, str], Verdict | None]
 
 def _not_below_lru(store: str) -> Judge:
     def judge(rows: Rows, trace: str, device: str, capacity: str) -> Verdict | None:
-        ours = rows.find(trace, device, store, capacity, FLAGSHIP)
+        flagship = rows.find(trace, device, store, capacity, FLAGSHIP)
         lru = rows.find(trace, device, store, capacity, YARDSTICK)
-        if ours is None or lru is None:
+        if flagship is None or lru is None:
             return None
-        return Verdict(_place(device, capacity), ours.hits - lru.hits + TOLERANCE)
+        return Verdict(_place(device, capacity), flagship.hits - lru.hits + TOLERANCE)
 
     return judge
 
 
 def _gap(capacities: tuple[str, ...], least: float, is_alone: bool) -> Judge:
     def judge(rows: Rows, trace: str, device: str, capacity: str) -> Verdict | None:
-        ours = rows.find(trace, device, ON_COMPUTE, capacity, FLAGSHIP)
-        if ours is None or capacity not in capacities or (device == "0") != is_alone:
+        flagship = rows.find(trace, device, ON_COMPUTE, capacity, FLAGSHIP)
+        if flagship is None or capacity not in capacities or (device == "0") != is_alone:
             return None
-        closed = rows.gap_closed(ours)
+        closed = rows.gap_closed(flagship)
         return None if closed is None else Verdict(_place(device, capacity), closed - least)
 
     return judge
 
 
 def _few_writes(rows: Rows, trace: str, device: str, capacity: str) -> Verdict | None:
-    ours = rows.find(trace, device, ON_COMPUTE, capacity, FLAGSHIP)
+    flagship = rows.find(trace, device, ON_COMPUTE, capacity, FLAGSHIP)
     lru = rows.find(trace, device, ON_COMPUTE, capacity, YARDSTICK)
-    if ours is None or lru is None or ours.optimum is None or capacity not in ("1%", "2%", "5%"):
+    if flagship is None or lru is None or flagship.optimum is None or capacity not in ("1%", "2%", "5%"):
         return None
-    if ours.optimum - lru.hits < WIDE_GAP or lru.writes == 0:
+    if flagship.optimum - lru.hits < WIDE_GAP or lru.writes == 0:
         return None
-    return Verdict(_place(device, capacity), 1 / 3 - ours.writes / lru.writes)
+    return Verdict(_place(device, capacity), 1 / 3 - flagship.writes / lru.writes)
 
 
 def _beside_device(rows: Rows, trace: str, device: str, capacity: str) -> Verdict | None:
-    ours = rows.find(trace, device, ON_COMPUTE, capacity, FLAGSHIP)
-    if ours is None or ours.optimum is None or device != "1x":
+    flagship = rows.find(trace, device, ON_COMPUTE, capacity, FLAGSHIP)
+    if flagship is None or flagship.optimum is None or device != "1x":
         return None
-    most = ours.optimum - (ours.hits - ours.added)
-    return None if most < SMALLEST_GAP else Verdict(_place(device, capacity), ours.added / most - 0.4)
+    most = flagship.optimum - (flagship.hits - flagship.added)
+    return None if most < SMALLEST_GAP else Verdict(_place(device, capacity), flagship.added / most - 0.4)
 
 
 def _victim(rows: Rows, trace: str, device: str, capacity: str) -> Verdict | None:
-    ours = rows.find(trace, device, VICTIM, capacity, FLAGSHIP)
+    flagship = rows.find(trace, device, VICTIM, capacity, FLAGSHIP)
     plain = [rows.find(trace, device, store, capacity, YARDSTICK) for store in (ON_COMPUTE, VICTIM)]
-    if ours is None or None in plain:
+    if flagship is None or None in plain:
         return None
     better = max(row.hits for row in plain if row is not None)
-    return Verdict(_place(device, capacity), ours.hits - better + TOLERANCE)
+    return Verdict(_place(device, capacity), flagship.hits - better + TOLERANCE)
 
 
 TARGETS: tuple[tuple[str, Judge], ...] = (
@@ -157,7 +157,7 @@ TARGETS: tuple[tuple[str, Judge], ...] = (
 def verdicts(
     rows: Rows, judge: Judge, trace: str, capacities: Sequence[str], devices: Sequence[str]
 ) -> Iterator[Verdict]:
-    """What a target says of a trace, place by place."""
+    """Check a target on a trace; yields a verdict for each place."""
     for device in devices:
         for capacity in capacities:
             verdict = judge(rows, trace, device, capacity)
@@ -166,15 +166,15 @@ def verdicts(
 
 
 def table_of_targets(rows: Rows, capacities: Sequence[str], devices: Sequence[str]) -> str:
-    """Targets down, traces across: places where it is reached, and the worst place where it is not."""
+    """Format targets by traces: the number of places that reach the target, and the worst missed place."""
     lines = [f"| target | {' | '.join(rows.traces)} |", f"|---|{'---|' * len(rows.traces)}"]
     for name, judge in TARGETS:
         cells = []
         for trace in rows.traces:
-            found = list(verdicts(rows, judge, trace, capacities, devices))
-            missed = [verdict for verdict in found if not verdict.is_reached]
+            judged = list(verdicts(rows, judge, trace, capacities, devices))
+            missed = [verdict for verdict in judged if not verdict.is_reached]
             worst = min(missed, key=lambda verdict: verdict.margin, default=None)
-            cell = f"{len(found) - len(missed)} of {len(found)}" if found else "-"
+            cell = f"{len(judged) - len(missed)} of {len(judged)}" if judged else "-"
             if worst is not None:
                 cell = f"**{cell}**; {100 * worst.margin:+.2f} at {worst.place}"
             cells.append(cell)
@@ -183,20 +183,20 @@ def table_of_targets(rows: Rows, capacities: Sequence[str], devices: Sequence[st
 
 
 def largest_shortfalls(rows: Rows, capacities: Sequence[str], how_many: int = 3) -> str:
-    """For each trace where the flagship is farthest below LRU, in points of the prefix-hit ratio."""
+    """List, by trace, the places where the flagship is farthest below LRU, in points of the hit ratio."""
     lines = []
     for trace in rows.traces:
-        found = []
+        margins = []
         for store in (ON_COMPUTE, VICTIM):
             judge = _not_below_lru(store)
-            found += [
+            margins += [
                 (verdict.margin - TOLERANCE, f"{verdict.place}, {store}")
                 for verdict in verdicts(rows, judge, trace, capacities, rows.devices(trace))
             ]
-        num_below = sum(difference < 0 for difference, _ in found)
-        below = sorted(one for one in found if one[0] < 0)[:how_many]
+        num_below = sum(difference < 0 for difference, _ in margins)
+        below = sorted(pair for pair in margins if pair[0] < 0)[:how_many]
         worst = "; ".join(f"{100 * difference:+.2f} at {place}" for difference, place in below)
-        lines.append(f"- {trace}: {worst or 'none'} ({num_below} of {len(found)} places below)")
+        lines.append(f"- {trace}: {worst or 'none'} ({num_below} of {len(margins)} places below)")
     return "\n".join(lines)
 
 

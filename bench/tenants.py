@@ -1,19 +1,18 @@
 """Cost of one tenant's scan to another tenant: ``python bench/tenants.py [--quick]``.
 
-Replays recordings as one tenant (``other``) while a second tenant, ``scan``, stores blocks that nobody uses
-again: a million blocks, spread over the recording, in requests of 64 blocks. RAM has 5 % of the unique blocks
-of the recording; with a disk, the disk has 10 %. The quotas reserve all but 64 blocks of RAM, and of the
-disk, for the recording. Prints the prefix hits of the recording, and their losses against caches that the
-recording has alone:
+Replays recordings as one tenant (``other``) while a second tenant, ``scan``, stores a million blocks that are
+never used again, spread over the recording, in requests of 64 blocks. RAM holds 5 % of the unique blocks of
+the recording; the optional disk holds 10 %. The quotas reserve all but 64 blocks of RAM and of the disk for
+the recording. Prints the prefix hits of the recording, and their loss against the recording alone:
 
-- reserved: alone, in caches of the reserved sizes; this is the cost of the memory of the scan
+- reserved: alone, in caches of the reserved sizes: the cost of the scan's memory
 - quota: with the scan, under quotas
 - none: with the scan, without quotas
 
-Recordings are read from the folder that KVOFFLOAD_TRACES names.
+Recordings come from the folder KVOFFLOAD_TRACES.
 
-Also measures the longest and the mean `prepare_store` of a scan past a million protected blocks, which are
-colder than all blocks of the scan.
+Also measures the longest and the mean `prepare_store` of a scan that has to search past a million protected
+blocks, all colder than the scan's blocks.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ SCAN = Hints(tenant="scan")
 
 
 def with_scan(trace: Trace, scan_blocks: int) -> Trace:
-    """Add the requests of the scan to a recording, at even distances."""
+    """Insert the requests of the scan into a recording, at even distances."""
     num_scans = scan_blocks // SCAN_REQUEST
     own, first = np.arange(trace.requests), int(trace.block_ids.max()) + 1
     after = (np.arange(1, num_scans + 1) * trace.requests // num_scans).clip(max=trace.requests) - 0.5
@@ -74,14 +73,14 @@ def with_scan(trace: Trace, scan_blocks: int) -> Trace:
 
 
 def hits(trace: Trace, config: ReplayConfig) -> int:
-    """Replay a recording, perhaps with a scan; return the prefix hits of the recording."""
+    """Replay a recording with or without a scan; return the prefix hits of the recording."""
     report = Replay(trace, config).run()
     rows = {row.tenant: row.prefix_hit_blocks for row in report.tenants}
     return rows.get(OTHER, report.prefix_hit_blocks)
 
 
 def config_of(policy: str, ram: int, disk: int, reserved: dict[str, int] | None = None) -> ReplayConfig:
-    """Create the configuration of a replay; no disk if `disk` is 0. `reserved`: blocks for the recording."""
+    """Create a replay's configuration; no disk if `disk` is 0. `reserved`: the recording's blocks by tier."""
     config = ReplayConfig(ram, policy, tiers=tuple(parse_tiers("tiers", f"simulated:{disk}")) if disk else ())
     if reserved is None:
         return config
@@ -104,15 +103,15 @@ def measure_hits(trace: Trace, scanned: Trace, disk_share: float) -> bool:
     is_good = True
     for policy in POLICIES:
         alone = hits(trace, config_of(policy, ram, disk))
-        others = [
+        measured = [
             hits(trace, config_of(policy, reserved["ram"], reserved.get("simulated", 0))),
             hits(scanned, config_of(policy, ram, disk, reserved)),
-            # The minimum of an unused tenant changes nothing; with quotas the report has hits by tenant.
+            # The quota of an unused tenant changes no decision, but makes the report list hits by tenant.
             hits(scanned, replace(config_of(policy, ram, disk), tenants={"nobody": Quota()})),
         ]
-        losses = [1 - count / alone for count in others]
+        losses = [1 - count / alone for count in measured]
         is_good &= losses[1] <= TARGET
-        columns = "".join(f"{count:12,}{loss:8.2%}" for count, loss in zip(others, losses, strict=True))
+        columns = "".join(f"{count:12,}{loss:8.2%}" for count, loss in zip(measured, losses, strict=True))
         print(f"{policy:8}{alone:12,}{columns}", flush=True)
     return is_good
 

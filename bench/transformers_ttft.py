@@ -1,8 +1,8 @@
-"""Time to the first token of ten turns in transformers, with and without a prefix cache; break-even; memory.
+"""Time to first token of ten turns in transformers, with and without a prefix cache; break-even; memory.
 
     python bench/transformers_ttft.py [--layers 8] [--hidden 512] [--turn-tokens 200]
 
-The model has random weights, so only times mean something. Needs torch and transformers.
+The model has random weights, so only the times are meaningful. Needs torch and transformers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def made(layers: int, hidden: int) -> Any:
 
 
 def seconds(generate: Callable[..., Any], text: torch.Tensor) -> float:
-    """Time to the first token."""
+    """Measure the time to first token."""
     start = time.perf_counter()
     generate(text, attention_mask=torch.ones_like(text), do_sample=False, max_new_tokens=1)
     return time.perf_counter() - start
@@ -52,7 +52,7 @@ def turns(model: Any, prefix: PrefixCache, turn_tokens: int) -> None:
 
 
 def break_even(model: Any, prefix: PrefixCache) -> int | None:
-    """The shortest measured prompt for which a stored prompt is faster than computing it."""
+    """Find the shortest measured prompt that is faster from the cache than computed."""
     for length in (17, 33, 65, 129, 257, 513):
         text = torch.randint(0, 32_000, (1, length))
         seconds(prefix.generate, text)
@@ -80,9 +80,9 @@ def main() -> None:
             prefix = PrefixCache(model, cache)
             seconds(prefix.generate, torch.ones((1, 40), dtype=torch.long))  # compiles kernels
             turns(model, prefix, options.turn_tokens)
-            found = break_even(model, prefix)
+            shortest = break_even(model, prefix)
             used = cache.stats().ram.ready * layout.block_bytes
-    print(f"break-even: {found or 'more than 513'} tokens")
+    print(f"break-even: {shortest or 'more than 513'} tokens")
     print(
         f"KV of a token: {layout.block_bytes // layout.block_tokens:,} bytes; RAM used {used / 2**20:.0f} MiB"
     )

@@ -2,17 +2,18 @@
 
     KVOFFLOAD_TRACES=... .venv-vllm/bin/python bench/vllm_engine.py [--rounds 3] [--longest 32]
 
-The cut: of the second half of the agentic recording the first 300 requests of 16 sessions that run side by
-side, each cut to its first 32 blocks. A block of the trace (512 tokens) becomes one block of the engine (32
-tokens), whose token ids follow from its number; so shared blocks stay shared. The model is the tiny one of
-tests/vllm, in one thread, in bf16 as users run theirs: no answers are compared.
+The cut consists of 300 requests of 16 parallel sessions from the second half of the agentic recording, each
+cut to its first 32 blocks. A block of the trace (512 tokens) becomes a block of the engine (32 tokens) with
+token ids derived from its number, so that shared blocks stay shared. The model is the tiny model of
+tests/vllm, in one thread, in bf16; answers are not compared.
 
-Every side is an engine in a separate process. They take turns, a slice of the trace each, while the others
-wait: the machine's mood hits all alike. Ratios are to vLLM's LRU, of the same slice in the same round;
-medians of them. Hits are the same in every round but for what transfers under way leave to chance.
+Each side is an engine in a separate process. The engines take turns, with one slice of the trace per turn, so
+that changes of the machine's speed affect all. Ratios are medians, relative to vLLM's LRU on the same slice
+in the same round. Hits vary slightly between rounds with the timing of transfers.
 
-`manager` is CPU time in calls of the offloading manager, all of them, on the scheduler's thread; `lookup` is
-what vLLM's connector takes of it to find out how long a hit is. `--keyed` adds ours asked key by key.
+`manager` is the CPU time of all calls of the offloading manager on the scheduler's thread; `lookup` is the
+part of it in which the connector determines the length of a hit. `--keyed` adds our manager with one lookup
+per key.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def cut(path: Path, requests: int, longest: int) -> list[list[int]]:
     with lzma.open(path, "rt") as lines:
         rows = [json.loads(line) for line in lines]
     sessions: list[str] = []
-    taken: list[list[int]] = []
+    selected: list[list[int]] = []
     middle = rows[len(rows) // 2]["timestamp"]
     for row in rows:
         if row["timestamp"] < middle:
@@ -67,10 +68,10 @@ def cut(path: Path, requests: int, longest: int) -> list[list[int]]:
             sessions.append(row["session"])
         blocks = row["hash_ids"][: min(longest, row["input_length"] // 512)]
         if row["session"] in sessions and blocks:
-            taken.append(blocks)
-        if len(taken) == requests:
+            selected.append(blocks)
+        if len(selected) == requests:
             break
-    return taken
+    return selected
 
 
 def prompt_of(blocks: list[int]) -> list[int]:
@@ -88,17 +89,17 @@ def tiny() -> Any:
     return importlib.import_module("support.vllm_engine")
 
 
-# ---- one engine, in a process of its own
+# ---- one engine, in a separate process
 
 
 class Clock:
-    """CPU time in a set of calls; nested calls count once."""
+    """Sums the CPU time of a set of calls; nested calls count once."""
 
     def __init__(self) -> None:
         self.seconds, self._depth = 0.0, 0
 
     def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the call with its CPU time measured."""
+        """Wrap a call to measure its CPU time."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             self._depth += 1
@@ -163,24 +164,24 @@ class Side:
         scheduler._lookup = self.lookup.around(scheduler._lookup)
         matched = scheduler.get_num_new_matched_tokens
 
-        def noted(request: Any, num_computed_tokens: int, *args: Any, **kwargs: Any) -> Any:
-            found, later = matched(request, num_computed_tokens, *args, **kwargs)
-            if found is not None:
-                self.hits.setdefault(request.request_id, (num_computed_tokens, found))
-            return found, later
+        def recorded(request: Any, num_computed_tokens: int, *args: Any, **kwargs: Any) -> Any:
+            matched_tokens, later = matched(request, num_computed_tokens, *args, **kwargs)
+            if matched_tokens is not None:
+                self.hits.setdefault(request.request_id, (num_computed_tokens, matched_tokens))
+            return matched_tokens, later
 
-        scheduler.get_num_new_matched_tokens = noted
+        scheduler.get_num_new_matched_tokens = recorded
 
     def _watch_plain(self) -> None:
         cache = self.engine.core.scheduler.kv_cache_manager
         computed = cache.get_computed_blocks
 
-        def noted(request: Any, *args: Any, **kwargs: Any) -> Any:
-            found = computed(request, *args, **kwargs)
-            self.hits.setdefault(request.request_id, (found[1], 0))
-            return found
+        def recorded(request: Any, *args: Any, **kwargs: Any) -> Any:
+            result = computed(request, *args, **kwargs)
+            self.hits.setdefault(request.request_id, (result[1], 0))
+            return result
 
-        cache.get_computed_blocks = noted
+        cache.get_computed_blocks = recorded
 
     def replay(self, name: str, prompts: list[list[int]]) -> dict[str, Any]:
         """Serve these prompts, `AT_ONCE` at a time; returns the measurements."""
@@ -228,7 +229,7 @@ class Side:
 
 
 def serve(options: argparse.Namespace) -> None:
-    """Replay the parent's slices: reads a line, writes a line."""
+    """Replay the parent's slices: reads a slice per line, writes its measurements as a line."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     prompts = [prompt_of(blocks) for blocks in cut(options.trace, options.requests, options.longest)]
@@ -245,7 +246,7 @@ def serve(options: argparse.Namespace) -> None:
         )
 
 
-# ---- all of them
+# ---- all engines
 
 
 class Process:
@@ -289,8 +290,8 @@ class Process:
         """Let the process replay a slice."""
         assert self._process.stdin is not None
         print(json.dumps(slice_of_round), file=self._process.stdin, flush=True)
-        found: dict[str, Any] = json.loads(self.answer())
-        return found
+        measurements: dict[str, Any] = json.loads(self.answer())
+        return measurements
 
     def end(self) -> None:
         """End the process, and wait for it."""
@@ -306,7 +307,7 @@ def run(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
         for name in (SIDES | (KEYED if options.keyed else {}))
         if not options.only or name in options.only
     ]
-    took: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as directory:
         model = tiny().write_llama(Path(directory) / "model")
         engines = {}
@@ -315,23 +316,23 @@ def run(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
             print(f"{name}: ready", file=sys.stderr)
         for round_number in range(options.rounds):
             for start in range(0, options.requests, options.slice):
-                # The side that runs first finds the processor's caches cold.
+                # Random order: the processor's caches are cold for the first side.
                 for name in random.Random(start).sample(names, len(names)):
                     stop = min(start + options.slice, options.requests)
-                    took[name].append(engines[name].replay(round_number, start, stop))
+                    results[name].append(engines[name].replay(round_number, start, stop))
                     print(f"round {round_number + 1}, {stop}: {name}", file=sys.stderr)
         for engine in engines.values():
             engine.end()
-    return took
+    return results
 
 
-def summary(took: dict[str, list[dict[str, Any]]], rounds: int) -> list[dict[str, Any]]:
+def summary(results: dict[str, list[dict[str, Any]]], rounds: int) -> list[dict[str, Any]]:
     """Return a row for each side."""
     rows = []
-    base = took.get(BASE)
-    for name, slices in took.items():
-        total = {key: sum(one[key] for one in slices) for key in slices[0] if key != "ttft"}
-        ttft = [seconds for one in slices for seconds in one["ttft"]]
+    base = results.get(BASE)
+    for name, slices in results.items():
+        total = {key: sum(measured[key] for measured in slices) for key in slices[0] if key != "ttft"}
+        ttft = [seconds for measured in slices for seconds in measured["ttft"]]
         row = {
             "side": name,
             "device_hit_tokens": total["device_hit_tokens"] // rounds,
@@ -382,23 +383,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     traces = Path(os.environ.get("KVOFFLOAD_TRACES", ROOT.parent / "shared" / "traces"))
     parser.add_argument("--trace", type=Path, default=traces / "agentic_coding" / "agentic_3h.jsonl.xz")
     parser.add_argument("--requests", type=int, default=300)
-    parser.add_argument("--longest", type=int, default=32, help="blocks of a request that are kept")
+    parser.add_argument("--longest", type=int, default=32, help="blocks kept of each request")
     parser.add_argument("--gpu-blocks", type=int, default=100)
     parser.add_argument("--ram-blocks", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--slice", type=int, default=50, help="requests in a turn")
+    parser.add_argument("--slice", type=int, default=50, help="requests per turn")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
 
 
 def main() -> None:
-    """Parse, run, print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_options(parser)
-    parser.add_argument("--only", action="append", help="a side; may be given more than once")
-    parser.add_argument("--keyed", action="store_true", help="also ours through vLLM's connector, key by key")
+    parser.add_argument("--only", action="append", help="side to run; repeatable")
+    parser.add_argument(
+        "--keyed", action="store_true", help="also run our manager with vLLM's connector, one lookup per key"
+    )
     parser.add_argument("--format", choices=["table", "json"], default="table")
     options = parser.parse_args()
     if options.side:

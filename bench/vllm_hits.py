@@ -1,12 +1,12 @@
-"""Hits of a recording in vLLM's real scheduler, with each way of offloading, and no model.
+"""Hits of a recording in vLLM's real scheduler, for each offloading method, without a model.
 
     .venv-vllm/bin/python bench/vllm_hits.py RECORDING [--ram-blocks 4000 8000] [--sides "ours, lru"]
 
-Every side has a scheduler of vLLM's own with its connector, the same GPU blocks and the same RAM. A block of
-the recording is a block of 16 tokens. Requests run in the recording's order, at most `--at-once` at a time;
-transfers end one step after their start. Prints for each side the prompt blocks from the GPU's cache and from
-RAM as shares of all blocks, the blocks copied to RAM, the CPU time of a request in the scheduler, and our
-replay's prediction of the hits.
+Each side has its own vLLM scheduler and connector, the same GPU blocks and the same RAM. A block of the
+recording is a block of 16 tokens. Requests run in the recording's order, at most `--at-once` at a time;
+transfers end one step after their start. Prints for each side: the shares of prompt blocks from the GPU's
+cache and from RAM; the blocks copied to RAM; the CPU time of a request in the scheduler; our replay's
+prediction of the hits.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SIDES: dict[str, dict[str, Any] | None] = {
 
 
 def prompts(trace: Trace) -> Iterator[list[int]]:
-    """Yield the prompts: whole blocks with tokens of their own, and one more token, which is computed."""
+    """Yield the prompts: full blocks with distinct tokens, and one more token, which is computed."""
     for begin, end in pairwise(trace.offsets.tolist()):
         tokens = []
         for code in trace.refs[begin:end].tolist():
@@ -64,13 +64,13 @@ def prompts(trace: Trace) -> Iterator[list[int]]:
 
 
 def without_long(trace: Trace, longest_blocks: int) -> Trace:
-    """Return a trace without empty requests, and without requests that the GPU cannot hold beside others."""
+    """Remove empty requests, and requests too long to run in parallel on the GPU."""
     lengths = np.diff(trace.offsets)
     return trace.of_requests(np.flatnonzero((lengths > 0) & (lengths <= longest_blocks)))
 
 
 def predicted(trace: Trace, options: dict[str, Any] | None, layout: Layout) -> tuple[float, float] | None:
-    """Return the shares of hits on the GPU and in RAM by our replay; None where it has no such side."""
+    """Predict the shares of hits on the GPU and in RAM with our replay; None for vLLM's own managers."""
     if options is not None and options.get("spec_name") != "KVOffloadSpec":
         return None
     options = options or {}
@@ -94,7 +94,9 @@ def main() -> None:
     parser.add_argument("--gpu-blocks", type=int, default=2000)
     parser.add_argument("--ram-blocks", type=int, nargs="+", default=[4000, 8000])
     parser.add_argument("--at-once", type=int, default=4)
-    parser.add_argument("--requests", type=int, default=None, help="the first requests only")
+    parser.add_argument(
+        "--requests", type=int, default=None, help="number of requests from the beginning; default: all"
+    )
     parser.add_argument("--sides", nargs="+", default=[*SIDES], choices=[*SIDES], metavar="SIDE")
     chosen = parser.parse_args()
     sys.path.insert(0, str(ROOT / "tests"))

@@ -1,8 +1,8 @@
 """CPU time of a prefix lookup in vLLM's scheduler: ``python bench/vllm_lookup.py``.
 
-Compares vLLM's own loop over keys, with its manager and with ours, with `KVOffloadConnector`, which makes one
-call. All prefixes are hits. Each round is a new request with new keys, recorded by position as vLLM does; the
-sides take turns in one process. The unit is CPU time of the thread.
+Compares vLLM's loop over keys, with its manager and with ours, with the single call of `KVOffloadConnector`.
+All prefixes are hits. Each round is a new request with new keys, whose positions are recorded as by vLLM. The
+sides take turns in one process. Times are CPU time of the thread.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LENGTHS, CAPACITY, ROUNDS = (16, 128, 1024, 4096), 8192, 21
 
 
 def context(name: str, keys: list[bytes]) -> Any:
-    """Return a request as vLLM's connector describes it."""
+    """Return a request's context as made by vLLM's connector."""
     made = ReqContext(name)
     for position, key in enumerate(keys):
         made.set_offload_key_position(key, position)
@@ -37,12 +37,12 @@ def context(name: str, keys: list[bytes]) -> Any:
 
 
 def keys_of(count: int) -> list[bytes]:
-    """Return keys as new ``bytes`` objects, because a request never has the manager's objects."""
+    """Return keys as new ``bytes`` objects, because a request does not share objects with the manager."""
     return [bytes(make_offload_key(number.to_bytes(32, "big"), 0)) for number in range(count)]
 
 
 def side(kind: type[Any], manager: Any) -> Callable[[str, list[bytes]], float]:
-    """Look up a prefix with this scheduler side; returns CPU seconds."""
+    """Return a function that looks up a prefix with this scheduler class, and returns CPU seconds."""
     scheduler: Any = object.__new__(kind)
     scheduler.manager = manager
     scheduler._events_tracker = SimpleNamespace(
@@ -53,9 +53,9 @@ def side(kind: type[Any], manager: Any) -> Callable[[str, list[bytes]], float]:
         ctx = context(name, keys)
         manager.on_new_request(ctx)
         start = time.thread_time()
-        found = scheduler._maximal_prefix_lookup(keys, ctx, None, None, 0)
+        num_hits = scheduler._maximal_prefix_lookup(keys, ctx, None, None, 0)
         seconds = time.thread_time() - start
-        assert found == len(keys)
+        assert num_hits == len(keys)
         manager.on_request_finished(ctx)
         return seconds
 
@@ -63,7 +63,7 @@ def side(kind: type[Any], manager: Any) -> Callable[[str, list[bytes]], float]:
 
 
 def fill(manager: Any) -> Any:
-    """Return a manager with the longest prefix in its cache."""
+    """Store the longest prefix; returns the manager."""
     ctx, keys = context("fill", keys_of(max(LENGTHS))), keys_of(max(LENGTHS))
     manager.on_new_request(ctx)
     output = manager.prepare_store(keys, ctx)
@@ -85,22 +85,22 @@ def main() -> None:
             directory=Path(directory),
         )
         options = parse_options({"ram": 4096 * CAPACITY})
-        native, ours = fill(CPUOffloadingManager(CAPACITY)), fill(KVOffloadManager(options, pool))
+        native, own_manager = fill(CPUOffloadingManager(CAPACITY)), fill(KVOffloadManager(options, pool))
         sides = {
             "vLLM's manager, key by key": side(OffloadingConnectorScheduler, native),
-            "ours, key by key": side(OffloadingConnectorScheduler, ours),
-            "ours, at once": side(KVOffloadScheduler, ours),
+            "ours, key by key": side(OffloadingConnectorScheduler, own_manager),
+            "ours, at once": side(KVOffloadScheduler, own_manager),
         }
         print("| blocks of prefix | " + " | ".join(f"{name}, µs" for name in sides) + " |")
         print("|---|" + "---|" * len(sides))
         for length in LENGTHS:
-            took: dict[str, list[float]] = {name: [] for name in sides}
+            samples: dict[str, list[float]] = {name: [] for name in sides}
             for number in range(ROUNDS):
                 for name, look_up in sides.items():
-                    took[name].append(look_up(f"{length}-{number}", keys_of(length)))
-            cells = [f"{1e6 * statistics.median(seconds):,.0f}" for seconds in took.values()]
+                    samples[name].append(look_up(f"{length}-{number}", keys_of(length)))
+            cells = [f"{1e6 * statistics.median(seconds):,.0f}" for seconds in samples.values()]
             print(f"| {length:,} | {' | '.join(cells)} |")
-        ours.shutdown()
+        own_manager.shutdown()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""vLLM's own offloading manager where there is no GPU, for comparisons: its decisions, our copies.
+"""vLLM's offloading manager without a GPU, for comparisons: its decisions with our copies.
 
-``CPUOffloadingSpec`` only refuses to make a worker on a CPU. Here the worker is kvoffload's, which also reads
-vLLM's specifications, so both sides of a comparison copy alike.
+``CPUOffloadingSpec`` refuses to make a worker on a CPU. Here kvoffload's worker executes vLLM's
+specifications, so that both sides of a comparison copy in the same way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvoffload.integrations.vllm.worker_side.worker import KVOffloadWorker
 
 
 class _Worker(KVOffloadWorker):
-    """A worker that stores incomplete chunks as well."""
+    """Worker that also stores incomplete chunks."""
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         return super().submit_store(job_id, src_spec, SlotsSpec(dst_spec.block_ids))
@@ -28,7 +28,7 @@ class NativeOnCPU(CPUOffloadingSpec):  # type: ignore[misc]
     """vLLM's manager and policies with a worker for CPU tensors; for one worker."""
 
     def get_worker(self, kv_caches: Any) -> KVOffloadWorker:
-        """Return our worker with a separate pool of the size that vLLM's manager assumes."""
+        """Return our worker with its own pool, of the size that vLLM's manager assumes."""
         layout = Layout.of(kv_caches, self.blocks_per_chunk)
         pool = SharedPool.attach(
             self.config.engine_id,

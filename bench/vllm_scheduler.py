@@ -1,13 +1,13 @@
-"""vLLM's real scheduler with each way of offloading, and no model: the CPU time of a request.
+"""CPU time of a request in vLLM's real scheduler, for each offloading method, without a model.
 
     .venv-vllm/bin/python bench/vllm_scheduler.py [--rounds 5]
 
-Every side has a scheduler of vLLM's own, with its connector, in one process. A step is `schedule` and
-`update_from_output`; the model's answers are invented, and transfers end one step after their start. The
-sides take turns, a round of requests each. RAM has as many blocks for all of them.
+Each side has its own vLLM scheduler and connector, in one process, and the same number of blocks in RAM. A
+step is `schedule` and `update_from_output`; the model's answers are constant, and transfers end one step
+after their start. The sides take turns, with one round of requests per turn.
 
-*whole*: CPU time of a request in both calls, minus the time without offloading. *manager*: the time
-spent in calls of the offloading manager. Ratios are to vLLM's LRU in the same round; medians of rounds.
+*whole*: CPU time of a request in both calls, minus the time without offloading. *manager*: CPU time in calls
+of the offloading manager. Ratios are medians, relative to vLLM's LRU in the same round.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADS, HEAD_BYTES = 4, 16
-"""A block of 16 tokens has 4 KiB. Our slots are whole pages; smaller blocks would give our sides less RAM."""
+"""A block of 16 tokens has 4 KiB, one page. Our slots are full pages: smaller blocks would waste our RAM."""
 ANSWER_TOKENS, AT_ONCE = 4, 4
 GPU_PROMPTS, RAM_PROMPTS = 6, 40
-"""How many prompts the GPU's cache and RAM hold."""
+"""Capacity of the GPU's cache and of RAM, in prompts."""
 
 _OURS = {"spec_name": "KVOffloadSpec", "spec_module_path": "kvoffload.integrations.vllm", "policy": "lru"}
 _CONNECTOR = "kvoffload.integrations.vllm.connector"
@@ -65,7 +65,7 @@ MANAGER_CALLS = (
 
 
 class Traffic(NamedTuple):
-    """A kind of traffic. `prompts`: number of different prompts that repeat; 0 if every prompt is new."""
+    """A kind of traffic. `prompts`: number of repeated prompts; 0 if every prompt is new."""
 
     step_tokens: int
     prompt_tokens: int
@@ -123,7 +123,7 @@ class Layout(NamedTuple):
 
 
 class Side:
-    """A scheduler, its connector, and stand-ins for model and transfers.
+    """A scheduler with its connector, and fakes of the model and the transfers.
 
     Attributes:
         manager_s, whole_s: CPU seconds in calls of the offloading manager, and of the scheduler.
@@ -181,7 +181,7 @@ class Side:
         return timed
 
     def serve(self, prompts: Iterable[list[int]], names: str, at_once: int | None = None) -> None:
-        """Serve these requests, and add up their CPU time, stored blocks and hits.
+        """Serve requests; adds their CPU time, stored blocks and hits to the attributes.
 
         Args:
             at_once: requests in the scheduler at a time; None for all.
@@ -218,7 +218,7 @@ class Side:
                 self.num_ram_hits += stats.connector_prefix_cache_stats.hits
 
     def _answers(self, step: Any) -> ModelRunnerOutput:
-        """Return a token for every request whose prompt is computed; the last step's transfers end."""
+        """Return a token for every request with a computed prompt, and end the last step's transfers."""
         names = list(step.num_scheduled_tokens)
         sampled = []
         for name in names:
@@ -240,7 +240,7 @@ class Side:
         )
 
     def _begun(self, meta: Any) -> tuple[dict[int, int], set[str]]:
-        """Count the stores that a step begins; returns its jobs, and the requests whose loads it begins."""
+        """Count a step's new stores; returns the step's jobs, and the requests with new loads."""
         if isinstance(meta, SimpleCPUOffloadMetadata):
             self.num_stored += len(meta.store_gpu_blocks)
             jobs = {} if meta.store_event == INVALID_JOB_ID else {meta.store_event: 1}
@@ -267,7 +267,7 @@ def measure(model: Path, traffic: Traffic, rounds: int, requests: int) -> None:
     known = [prompt(number) for number in range(traffic.prompts)]
     whole: dict[str, list[float]] = {name: [] for name in sides}
     manager: dict[str, list[float]] = {name: [] for name in sides}
-    # RAM fills before anything counts.
+    # Not counted: rounds that fill RAM.
     warm_up = -(-RAM_PROMPTS // requests)
     for number in range(warm_up + rounds):
         served = [
@@ -281,15 +281,15 @@ def measure(model: Path, traffic: Traffic, rounds: int, requests: int) -> None:
                 manager[name].append(1e6 * side.manager_s / requests)
     print(f"\n{traffic}: us a request, {rounds} rounds of {requests}")
     base = whole["no offload"]
-    over = {name: [a - b for a, b in zip(took, base, strict=True)] for name, took in whole.items()}
+    over = {name: [a - b for a, b in zip(times, base, strict=True)] for name, times in whole.items()}
     print(f"{'no offload':18s} whole {statistics.median(base):7,.0f}")
     for name in sides:
         if name == "no offload":
             continue
         cells = []
-        for what, took in (("whole", over), ("manager", manager)):
-            ratio = statistics.median(a / b for a, b in zip(took[name], took[NATIVE], strict=True))
-            cells.append(f"{what} {statistics.median(took[name]):7,.0f} ({ratio:.2f})")
+        for label, times in (("whole", over), ("manager", manager)):
+            ratio = statistics.median(a / b for a, b in zip(times[name], times[NATIVE], strict=True))
+            cells.append(f"{label} {statistics.median(times[name]):7,.0f} ({ratio:.2f})")
         print(f"{name:18s} " + "   ".join(cells), flush=True)
 
 
@@ -299,7 +299,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=16)
-    parser.add_argument("--only", type=int, nargs="*", help="rows of the traffic, from 0")
+    parser.add_argument("--only", type=int, nargs="*", help="indices of the kinds of traffic, from 0")
     chosen = parser.parse_args()
     sys.path.insert(0, str(ROOT / "tests"))
     tiny: Any = importlib.import_module("support.vllm_engine")

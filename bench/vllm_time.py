@@ -2,14 +2,14 @@
 
     KVOFFLOAD_TRACES=... .venv-vllm/bin/python bench/vllm_time.py [--rounds 1] [--requests 200]
 
-Trace, model, engines and their turns are as in `bench/vllm_engine.py`. One more engine,
-without offloading, computes prompts of several lengths alone, before the others run and after them: these
-times give the costs of a step, of a token and of attention (`calibration.fit`), and the speed of generation.
-Copies are measured with the product's kernels. The timed replay gets only these measurements, the sizes of
-the engines, and the limit of two requests at a time.
+Trace, model, engines and turns are as in `bench/vllm_engine.py`. One more engine, without offloading,
+computes single prompts of several lengths, before and after the others. Their times give the costs of a step,
+of a token and of attention (`calibration.fit`), and the speed of generation. Copies are measured with the
+product's kernels. The timed replay uses only these measurements, the sizes of the engines, and the limit of
+two requests at a time.
 
-Engines compute in one thread, so CPU seconds do not depend on other work of the machine; prompts
-and sides are timed in them. Times to first tokens are not compared: on a busy machine they are the machine's.
+Times are CPU seconds, because engines compute in one thread, and CPU seconds do not depend on other work of
+the machine. Times to first token are not compared, because they do.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SIDES = {
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Run in a separate process: for each line read, write the times of every prompt and of a token."""
+    """Measure prompts in a separate process: for each line of stdin, write the times of all prompts."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     side = bench.Side(options.model, None, options)
@@ -63,17 +63,17 @@ def measure(options: argparse.Namespace) -> None:
     print("ready", file=answers, flush=True)
     fresh = -1000
     for _ in sys.stdin:
-        taken = []
+        samples = []
         for blocks in LENGTHS * 3:
             fresh -= blocks
-            found = side.replay(f"m{fresh}", [bench.prompt_of(list(range(fresh, fresh + blocks)))])
-            generating = (found["seconds"] - found["ttft"][0]) / (bench.ANSWER_TOKENS - 1)
-            taken.append((blocks * bench.BLOCK_TOKENS, found["ttft"][0], generating))
-        print(json.dumps(taken), file=answers, flush=True)
+            result = side.replay(f"m{fresh}", [bench.prompt_of(list(range(fresh, fresh + blocks)))])
+            generating = (result["seconds"] - result["ttft"][0]) / (bench.ANSWER_TOKENS - 1)
+            samples.append((blocks * bench.BLOCK_TOKENS, result["ttft"][0], generating))
+        print(json.dumps(samples), file=answers, flush=True)
 
 
 class Measuring(bench.Process):
-    """The measuring engine."""
+    """Engine that measures single prompts."""
 
     script = __file__
 
@@ -81,12 +81,12 @@ class Measuring(bench.Process):
         """Return (tokens, seconds to the first token, seconds of a further token) of every prompt."""
         assert self._process.stdin is not None
         print("", file=self._process.stdin, flush=True)
-        found: list[Any] = json.loads(self.answer())
-        return found
+        samples: list[Any] = json.loads(self.answer())
+        return samples
 
 
 def machine_of(times: list[Any]) -> Machine:
-    """Return the machine of the timed replay, from measurements."""
+    """Fit the machine of the timed replay to measurements."""
     tokens, seconds, generating = zip(*times, strict=True)
     step_s, linear, squared = fit_prefill(tokens, seconds, STEP_TOKENS)
     block = bench.Side._block_bytes()
@@ -105,7 +105,7 @@ def machine_of(times: list[Any]) -> Machine:
 
 
 def trace_of(requests: list[list[int]]) -> Trace:
-    """Return the same cut as a trace with the engine's blocks, without times."""
+    """Convert the cut to a trace with the engine's blocks, without times."""
     ids = list(dict.fromkeys(block for blocks in requests for block in blocks))
     codes = {block: code for code, block in enumerate(ids)}
     return Trace(
@@ -120,7 +120,7 @@ def trace_of(requests: list[list[int]]) -> Trace:
 
 
 def simulated(trace: Trace, machine: Machine, options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Return the results of the replays for each side, with and without a clock."""
+    """Replay each side with and without a clock."""
     timing = Timing(machine, bench.Side._block_bytes(), step_tokens=STEP_TOKENS, at_once=bench.AT_ONCE)
     rows = {}
     for name, offload in SIDES.items():
@@ -132,17 +132,17 @@ def simulated(trace: Trace, machine: Machine, options: argparse.Namespace) -> di
                 options.ram_blocks, offload[0], device_blocks=options.gpu_blocks, store=offload[1]
             )
             untimed = Replay(trace, config).run().prefix_hit_ratio
-        found = run_in_time(trace, timing, options.gpu_blocks, config)
+        report = run_in_time(trace, timing, options.gpu_blocks, config)
         rows[name] = {
             "untimed": untimed,
-            "hit_ratio": found.hit_ratio,
-            "seconds": found.seconds,
+            "hit_ratio": report.hit_ratio,
+            "seconds": report.seconds,
         }
     return rows
 
 
 class AtDrop(VictimOffload):
-    """A victim tier that gets a block when the device drops the block, as in a replay without a clock."""
+    """Victim tier that stores a block as soon as the device evicts it, as in a replay without a clock."""
 
     def dropped(self, codes: Sequence[int]) -> None:
         """Store dropped blocks at once."""
@@ -150,11 +150,11 @@ class AtDrop(VictimOffload):
             self._copy(plan)
 
     def scheduled(self) -> None:
-        """Offer nothing: there is no window."""
+        """Offer nothing: blocks are stored on eviction."""
 
 
 def why(trace: Trace, machine: Machine, options: argparse.Namespace) -> None:
-    """Explain, step by step, the hits of a victim tier that only a replay without a clock has."""
+    """Print, step by step, why a victim tier has more hits in a replay without a clock."""
     timing = Timing(machine, bench.Side._block_bytes(), step_tokens=STEP_TOKENS, at_once=bench.AT_ONCE)
     blocks, most = options.gpu_blocks, np.maximum(np.diff(trace.offsets) - 1, 0)
     for policy in ("lru", "hazard"):
@@ -175,14 +175,13 @@ def why(trace: Trace, machine: Machine, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Measure, run, simulate, print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     bench.add_options(parser)
-    parser.add_argument("--save", type=Path, help="write what was measured here")
-    parser.add_argument("--again", type=Path, help="simulate with what was measured before, and saved")
-    parser.add_argument("--why", action="store_true", help="where a victim tier's hits go")
+    parser.add_argument("--save", type=Path, help="file to write the measurements to")
+    parser.add_argument("--again", type=Path, help="file of --save: simulate with these measurements")
+    parser.add_argument("--why", action="store_true", help="explain the hits of a victim tier")
     options = parser.parse_args()
     if options.side:
         measure(options)
@@ -206,21 +205,21 @@ def main() -> None:
     trace = trace_of(bench.cut(options.trace, options.requests, options.longest))
     if options.why:
         why(trace, machine, options)
-    said = simulated(trace, machine, options)
+    predictions = simulated(trace, machine, options)
     print("| side | hit ratio: engine | in time | without | tokens/s: engine | in time | speed-up: engine "
           "| in time |")  # fmt: skip
     print("|---|---|---|---|---|---|---|---|")
     tokens = trace.block_refs * trace.block_tokens
     base = next(row for row in rows if row["side"] == "no offload")
     for row in rows:
-        one = said[row["side"]]
+        prediction = predictions[row["side"]]
         cells = [
             row["side"],
-            *(f"{ratio:.3f}" for ratio in (row["hit_ratio"], one["hit_ratio"], one["untimed"])),
+            *(f"{ratio:.3f}" for ratio in (row["hit_ratio"], prediction["hit_ratio"], prediction["untimed"])),
             f"{row['tokens_per_cpu_s']:,.0f}",
-            f"{tokens / one['seconds']:,.0f}",
+            f"{tokens / prediction['seconds']:,.0f}",
             f"{row['tokens_per_cpu_s'] / base['tokens_per_cpu_s']:.2f}",
-            f"{said['no offload']['seconds'] / one['seconds']:.2f}",
+            f"{predictions['no offload']['seconds'] / prediction['seconds']:.2f}",
         ]
         print(f"| {' | '.join(cells)} |")
 

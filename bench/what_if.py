@@ -1,11 +1,11 @@
 """CPU time of shadows: ``python bench/what_if.py [--rounds N] [--capacity N] [--sample N]``.
 
-Two managers serve the same requests in turns in one process, one with four shadows and the shadow of the
-current setting. The requests are those of `control_plane.py`, on a full cache. Shadows work in their thread,
-which has ended when the other manager's turn begins. Two numbers, as a share of the CPU time of the thread
-that serves the manager without shadows: the additional CPU time of the manager's own thread, and of both
-threads. Times are of 16 requests at a time, because reading the clock is slow on some machines. A number is
-the median of the rounds; the lowest and highest are in brackets. The plug-in for vLLM is not measured.
+Two managers with a full cache serve the workload of `control_plane.py` in turns in one process, one of them
+with four shadows and the shadow of the current setting. Shadows run in their own thread, which is idle when
+the other manager's turn begins. Prints the additional CPU time of the manager's thread, and of both threads,
+as shares of the CPU time without shadows. The clock is read once per 16 requests, because that is slow on
+some machines. A number is the median of the rounds; the lowest and highest are in brackets. The plug-in for
+vLLM is not measured.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GOAL = 0.05
 
 
 class Timed(Background):
-    """A thread that measures the CPU time of its tasks."""
+    """Background thread that measures the CPU time of its tasks."""
 
     spent_ns = 0
 
@@ -73,13 +73,13 @@ class Library:
             self.shadows.finished(ctx)
 
     def step(self) -> None:
-        """End a step."""
+        """End a step, in which shadows may work."""
         if self.shadows is not None:
             self.shadows.work()
 
 
 def measure(kind: type[Library], capacity: int, rounds: int, one_in: int) -> None:
-    """Print a line for one rate of sampling."""
+    """Measure one sampling rate and print a line."""
     sides = [kind(capacity, rate) for rate in (None, one_in)]
     for request in workload(capacity, 0, fill_blocks(capacity)):
         for side in sides:
@@ -94,9 +94,9 @@ def measure(kind: type[Library], capacity: int, rounds: int, one_in: int) -> Non
             blocks += sum(map(len, batch))
             turn += 1
             for which in (0, 1) if turn % 2 else (1, 0):
-                mine, side = [*map(copy_of, batch)], sides[which]
+                own_keys, side = [*map(copy_of, batch)], sides[which]
                 start = time.thread_time_ns()
-                for keys in mine:
+                for keys in own_keys:
                     side.life(keys)
                     side.step()
                 spent[which] += time.thread_time_ns() - start
@@ -115,13 +115,12 @@ def measure(kind: type[Library], capacity: int, rounds: int, one_in: int) -> Non
 
 
 def spread(ratios: list[float]) -> str:
-    """Return the median, the range, and whether the goal is reached."""
+    """Format the median, the range, and the verdict against the goal."""
     reached = "reached" if statistics.median(ratios) <= GOAL else "NOT REACHED"
     return f"{statistics.median(ratios):6.1%} ({min(ratios):.1%} to {max(ratios):.1%}) {reached}"
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--capacity", type=int, action="append")

@@ -1,4 +1,4 @@
-"""What a tier is asked for here, and the bytes that it is given. Knows no product."""
+"""Interface of a product's tier, and the content of its blocks. Knows no product."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 Pool: TypeAlias = npt.NDArray[np.uint8]
-"""Shape ``(num_blocks, block_bytes)``, on a page: what direct I/O accepts."""
+"""Shape ``(num_blocks, block_bytes)``, page-aligned for direct I/O."""
 
 KEY_BYTES = 32
 TIMEOUT_S = 300.0
@@ -22,7 +22,7 @@ _POLL_S = 0.0002
 
 
 class Medium(Protocol):
-    """What a product keeps bytes in, through its own door, and not the product's. Equal ones are one."""
+    """Storage of a product's bytes, accessed without the product. Equal objects are the same storage."""
 
     def read(self, offset: int, end: int) -> bytes: ...
 
@@ -32,7 +32,7 @@ class Medium(Protocol):
 
 
 class File(NamedTuple):
-    """A `Medium`. Direct I/O sees what is written: Linux writes back what it goes past."""
+    """A `Medium`. Direct I/O reads the written bytes, because Linux writes dirty pages back first."""
 
     path: str
 
@@ -51,49 +51,48 @@ class File(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The bytes ``[offset, end)`` of a medium: a block, or what the product keeps about many."""
+    """Bytes ``[offset, end)`` of a medium: a block, or metadata of many blocks."""
 
     medium: Any
     offset: int
     end: int
 
     def read(self) -> bytes:
-        """All of it."""
         memory: bytes = self.medium.read(self.offset, self.end)
         return memory
 
 
 class Product(Protocol):
-    """An open tier of some product. Blocks have numbers here; each product makes its own keys of them.
+    """An open tier of a product. Blocks are numbered; each product derives its keys from the numbers.
 
     Attributes:
-        pool: block `i` of a call lies in row `i`.
+        pool: row `i` is block `i` of a call.
     """
 
     pool: Pool
 
     def write(self, numbers: Sequence[int], blocks_per_job: int) -> list[bool]:
-        """Store ``pool[i]`` as block ``numbers[i]``; which the product says are stored."""
+        """Store ``pool[i]`` as block ``numbers[i]``; returns for each if the product reports it as stored."""
         ...
 
     def read(self, numbers: Sequence[int], blocks_per_job: int) -> list[bool]:
-        """Ask for blocks, load those that it says it has into ``pool[i]``; which it says are loaded."""
+        """Look up blocks and load hits into ``pool[i]``; returns for each if it is reported as loaded."""
         ...
 
     def forget(self, numbers: Sequence[int]) -> None:
-        """Make room: take these blocks out, as the product does it or expects it to be done."""
+        """Remove blocks to make room, as the product does or as its documentation expects."""
         ...
 
     def places(self, numbers: Sequence[int]) -> dict[int, Place]:
-        """Where these blocks lie."""
+        """Locate the bytes of blocks."""
         ...
 
     def records(self) -> list[Place]:
-        """Where what it keeps about blocks, apart from their bytes, lies."""
+        """Locate the metadata of blocks."""
         ...
 
     def make_unreadable(self, places: Sequence[Place]) -> None:
-        """From now on reading these places fails."""
+        """Make every later read of these places fail."""
         ...
 
     def close(self) -> None: ...
@@ -103,10 +102,10 @@ class Adapter(NamedTuple):
     """A product that can be opened.
 
     Attributes:
-        version: of the product, as installed.
-        configuration: what is set, and what is off that could be on.
-        open: ``open(directory, model, block_bytes, num_blocks)``; room for so many blocks, if it is bounded.
-        keeps: False if the end of the process is the end of its blocks.
+        version: of the installed product.
+        configuration: its settings, and protections that are off.
+        open: ``open(directory, model, block_bytes, num_blocks)``; `num_blocks` is the capacity, if bounded.
+        keeps: False if its blocks do not outlive the process.
     """
 
     version: str
@@ -116,44 +115,44 @@ class Adapter(NamedTuple):
 
 
 def key(number: int) -> bytes:
-    """32 bytes that look like a hash, as block hashes do."""
+    """Derive a key of 32 bytes, random as a block hash."""
     return hashlib.sha256(number.to_bytes(8, "little")).digest()
 
 
 def content(number: int, model: str, version: int, block_bytes: int) -> npt.NDArray[np.uint8]:
-    """The bytes of a block: others for another number, model or version."""
+    """Generate the bytes of a block; they depend on number, model and version."""
     seed = hashlib.sha256(f"{number} {version} {model}".encode()).digest()
     return np.random.default_rng(list(seed)).integers(0, 256, block_bytes, np.uint8)
 
 
 def page_aligned(num_blocks: int, block_bytes: int) -> Pool:
-    """A pool; every page of it is there already."""
+    """Allocate a page-aligned pool with all pages resident."""
     pool = np.frombuffer(mmap.mmap(-1, num_blocks * block_bytes), np.uint8).reshape(num_blocks, block_bytes)
     pool[:] = 1
     return pool
 
 
 def until_ended(jobs: set[Any], poll: Callable[[], None]) -> None:
-    """Poll until no job is left. Raises `TimeoutError`."""
+    """Poll until `jobs` is empty. Raises `TimeoutError`."""
     deadline = time.monotonic() + TIMEOUT_S
     while jobs:
         poll()
         if not jobs:
             return
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{len(jobs)} jobs have not ended")
+            raise TimeoutError(f"{len(jobs)} jobs did not end within {TIMEOUT_S:.0f} s")
         time.sleep(_POLL_S)
 
 
 def parts(count: int, size: int) -> list[range]:
-    """``range(count)`` in pieces of `size`."""
+    """Split ``range(count)`` into pieces of `size`."""
     return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 def files_to_unreadable(places: Sequence[Place]) -> None:
-    """Put a file of the kernel's in place of each block's: it is there, and reading it fails.
+    """Replace the file of each block with a file of the kernel that exists but cannot be read.
 
-    With EIO where the product reads through the page cache, with EINVAL on opening for direct I/O.
+    A read through the page cache fails with EIO, an open for direct I/O with EINVAL.
     """
     for place in places:
         path = Path(place.medium.path)

@@ -1,4 +1,4 @@
-"""Kinds of damage to what a tier has written, each applied to the real bytes where they lie."""
+"""Kinds of damage, applied to the stored bytes of a tier."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def _flip(place: Place, chance: random.Random) -> None:
 
 
 class Victims(NamedTuple):
-    """What a kind of damage may use.
+    """Inputs of the damage functions.
 
     Attributes:
-        places: of every block.
-        records: of what the product keeps about all of them.
+        places: location of every block.
+        records: locations of the product's metadata.
         chosen: blocks to damage.
-        saved: bytes of each block from before: an older version, or another model's.
+        saved: replacement bytes of each block: an older version, or another model's block.
     """
 
     product: Product
@@ -50,8 +50,8 @@ def records_bit(victims: Victims) -> Numbers | None:
 
 
 def swapped(victims: Victims) -> Numbers | None:
-    for one, other in zip(victims.chosen[::2], victims.chosen[1::2], strict=True):
-        here, there = victims.places[one], victims.places[other]
+    for number, other_number in zip(victims.chosen[::2], victims.chosen[1::2], strict=True):
+        here, there = victims.places[number], victims.places[other_number]
         first, second = here.read(), there.read()
         here.medium.write(here.offset, second)
         there.medium.write(there.offset, first)
@@ -66,7 +66,7 @@ def zero_filled(victims: Victims) -> Numbers | None:
 
 
 def truncated(victims: Victims) -> Numbers | None:
-    """Each medium in the middle of a block; where many blocks share one, behind half of the chosen ones."""
+    """Truncate each medium in the middle of a block; a shared medium behind half of its chosen blocks."""
     by_medium: dict[Any, list[Place]] = {}
     for number in victims.chosen:
         by_medium.setdefault(victims.places[number].medium, []).append(victims.places[number])
@@ -80,7 +80,7 @@ def truncated(victims: Victims) -> Numbers | None:
 
 
 def replaced(victims: Victims) -> Numbers | None:
-    """By what was saved: for `stale` and `another model's bytes`."""
+    """Replace blocks with saved bytes: of an older version or of another model."""
     for number in victims.chosen:
         place = victims.places[number]
         place.medium.write(place.offset, victims.saved[number])
@@ -102,4 +102,4 @@ DAMAGE: dict[str, Callable[[Victims], Numbers | None]] = {
     "another model's block in its place": replaced,
     "unreadable": unreadable,
 }
-"""Each answers which blocks it has damaged; None where there is nothing of that kind to damage."""
+"""Functions that return the damaged blocks, or None if the product has nothing of this kind to damage."""

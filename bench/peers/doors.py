@@ -1,6 +1,6 @@
-"""Servers that products share, through the servers' own doors: what a value or an object has.
+"""Direct access to the values and objects of shared servers.
 
-Knows no product. `bench/integrity.py` starts the servers, and says in `SERVER` where the one of a product is.
+Knows no product. `bench/integrity.py` starts the servers and sets the environment variable `SERVER`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ BUCKET, KEY_ID, SECRET = "kv-cache", "bench", "bench"
 
 
 def server() -> str:
-    """Where the server of this product is: a port of this machine, or a URL."""
+    """Return the address of this product's server: a local port, or a URL."""
     return os.environ[SERVER]
 
 
 def namespace(directory: Path) -> str:
-    """A name that all lives of a scene have, and no other scene."""
+    """Return the unique name of a scene, equal in all its lives."""
     place = directory / "namespace"
     if not place.exists():
         place.write_text(f"scene-{secrets.token_hex(8)}")
@@ -29,7 +29,7 @@ def namespace(directory: Path) -> str:
 
 
 def ask(port: int, *words: bytes) -> bytes | None:
-    """What a Valkey server answers to a command with a simple answer. Raises `OSError`."""
+    """Send a command to a Valkey server; returns its simple reply. Raises `OSError`."""
     with socket.create_connection(("127.0.0.1", port)) as door, door.makefile("rb") as answer:
         parts = b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in words)
         door.sendall(b"*%d\r\n%s" % (len(words), parts))
@@ -42,12 +42,12 @@ def ask(port: int, *words: bytes) -> bytes | None:
 
 
 def changed(whole: bytes, offset: int, memory: bytes) -> bytes:
-    """The same with `memory` at `offset`."""
+    """Replace the bytes at `offset` with `memory`."""
     return whole[:offset] + memory + whole[offset + len(memory) :]
 
 
 class Values(NamedTuple):
-    """A `Medium`: what a block is in a Valkey server, one value or several, one behind the other."""
+    """A `Medium`: a block in a Valkey server, as one value or several concatenated values."""
 
     port: int
     names: tuple[bytes, ...]
@@ -62,7 +62,7 @@ class Values(NamedTuple):
         self._put(self.read(0, length))
 
     def size(self) -> int:
-        """0 if it is not there."""
+        """Sum the sizes; 0 if the values do not exist."""
         return sum(self._sizes())
 
     def _sizes(self) -> list[int]:
@@ -70,13 +70,13 @@ class Values(NamedTuple):
 
     def _put(self, memory: bytes) -> None:
         for name, size in zip(self.names, self._sizes(), strict=True):
-            part, memory = memory[:size], memory[size:]
+            value, memory = memory[:size], memory[size:]
             if size:
-                ask(self.port, b"SET", name, part)
+                ask(self.port, b"SET", name, value)
 
 
 class Object(NamedTuple):
-    """A `Medium`: an object in a bucket."""
+    """A `Medium`: object in a bucket."""
 
     endpoint: str
     name: str
@@ -111,7 +111,7 @@ class Object(NamedTuple):
         obstore.delete(self._store, self.name)
 
     def size(self) -> int:
-        """0 if it is not there."""
+        """Return the size; 0 if the object does not exist."""
         import obstore
 
         try:

@@ -1,7 +1,7 @@
-"""Runs one product's scenes, or serves its timing, under the Python that has it: ``python -m peers.drive``.
+"""Plays a product's scenes, or times it, in the product's Python: ``python -m peers.drive``.
 
-Says what it is in its first line of stdout and one JSON object a line after that. `bench/integrity.py` is the
-other end.
+`bench/integrity.py` is the parent process. Writes JSON lines to stdout: first version and configuration, then
+one object per row.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--kind", action="append", choices=KINDS)
     arguments = parser.parse_args()
-    # Products print what they like. It goes to stderr.
+    # Products print to stdout: redirect that to stderr.
     with os.fdopen(os.dup(1), "w", buffering=1) as out:
         os.dup2(2, 1)
         adapter = importlib.import_module(f"peers.{arguments.module}").ADAPTERS[arguments.product]

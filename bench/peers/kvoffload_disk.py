@@ -1,4 +1,4 @@
-"""kvoffload's disk tier behind the calls of `contract`."""
+"""Adapter of kvoffload's disk tier to `contract`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from peers.kvoffload_tier import KvoffloadTier, keys_of
 
 
 class BadSectors(Files):
-    """Reads that touch one of some ranges of the slab fail with EIO."""
+    """Fails reads of certain ranges of the slab with EIO."""
 
     def __init__(self) -> None:
         self.ranges: list[tuple[int, int]] = []
@@ -34,7 +34,7 @@ class BadSectors(Files):
 
 
 class KvoffloadDisk(KvoffloadTier):
-    """A `Product`."""
+    """A `Product`: kvoffload's disk tier."""
 
     def __init__(self, directory: Path, model: str, block_bytes: int, num_blocks: int) -> None:
         self._layout = Layout.holding(block_bytes, KEY_BYTES, num_blocks)
@@ -55,7 +55,7 @@ class KvoffloadDisk(KvoffloadTier):
         self._tier.drain(60.0)
 
     def places(self, numbers: Sequence[int]) -> dict[int, Place]:
-        """By the journal."""
+        """Locate blocks by the journal."""
         wanted = {key(number): number for number in numbers}
         return journal_places(self._path, self._layout, wanted)
 
@@ -67,7 +67,7 @@ class KvoffloadDisk(KvoffloadTier):
 
 
 def journal_places(path: Path, layout: Layout, wanted: Mapping[bytes, int]) -> dict[int, Place]:
-    """Return the places of these blocks by the journal. `wanted`: number of each block, by key."""
+    """Locate blocks by the journal. `wanted`: number of each block, by key."""
     slab = Slab.open(path, Files(), RateLimitedLog(__name__), read_only=True)
     assert isinstance(slab, Slab), slab
     with contextlib.closing(slab):
@@ -81,7 +81,7 @@ def journal_places(path: Path, layout: Layout, wanted: Mapping[bytes, int]) -> d
 
 
 def journal_pages(path: Path, layout: Layout) -> list[Place]:
-    """Every page of checkpoints and log that is in use."""
+    """Return all used pages of checkpoints and log."""
     pages = []
     with open(path, "rb") as slab:
         for offset in range(2 * PAGE_BYTES, layout.slots_offset, PAGE_BYTES):

@@ -1,4 +1,4 @@
-"""`kvoffload.open` with a disk behind the calls of `contract`: `request.store_from` and `load_into`."""
+"""Adapter of `kvoffload.open` with a disk to `contract`: `request.store_from` and `load_into`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PATIENCE_S = 60.0
 
 
 class KvoffloadOpen:
-    """A `Product`. Each block is a separate prompt. `read` empties RAM first."""
+    """A `Product`: `kvoffload.open`. Each block is a separate prompt. `read` empties RAM first."""
 
     pool: Pool
 
@@ -65,11 +65,10 @@ class KvoffloadOpen:
         self._owned(lambda: (tier.delete(keys), tier.drain(PATIENCE_S)))
 
     def prompt(self, number: int) -> list[int]:
-        """The tokens of a block, and the next one."""
+        """Return the tokens of a block, and one more token."""
         return [int(token) for token in np.random.default_rng(number).integers(2, 97, TOKENS + 1)]
 
     def key(self, number: int) -> bytes:
-        """The key of a block."""
         chain = KeyChain(TOKENS, self.salt)
         chain.extend(self.prompt(number))
         return chain.keys[0]
@@ -77,7 +76,7 @@ class KvoffloadOpen:
     salt = ""
 
     def places(self, numbers: Sequence[int]) -> dict[int, Place]:
-        """By the journal."""
+        """Locate blocks by the journal."""
         wanted = {self.key(number): number for number in numbers}
         return journal_places(self._path, self._slab, wanted)
 
@@ -87,7 +86,6 @@ class KvoffloadOpen:
         return path
 
     def records(self) -> list[Place]:
-        """Every page of checkpoints and log that is in use."""
         return journal_pages(self._path, self._slab)
 
     def make_unreadable(self, places: Sequence[Place]) -> None:
@@ -102,11 +100,11 @@ class KvoffloadOpen:
         self._owned(lambda: ram.discard(ram.index.keys_at(ram.slots.ready())))
 
     def _end_pause(self) -> None:
-        """A tier is not read for 10 s after three reads in a row without a sound block: end that pause."""
+        """End the pause of 10 s that a tier makes after three reads in a row without a sound block."""
         self._cache.manager.lanes[0]._next_try = 0.0
 
     def _owned(self, call: Callable[[], Any]) -> None:
-        """Call the manager as the cache's own thread does."""
+        """Run a call of the manager on the cache's own thread."""
 
         async def job() -> None:
             call()

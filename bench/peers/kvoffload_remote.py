@@ -1,4 +1,4 @@
-"""kvoffload's tiers in servers behind the calls of `contract`: a Valkey server, and a bucket."""
+"""Adapters of kvoffload's shared tiers to `contract`: a Valkey server, and a bucket."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from peers.kvoffload_tier import KvoffloadTier, keys_of
 
 
 class KvoffloadShared(KvoffloadTier):
-    """A `Product`, but for where its blocks are."""
+    """A `Product` without the location of its blocks."""
 
     def __init__(self, directory: Path, model: str, block_bytes: int, num_blocks: int) -> None:
         self.pool = page_aligned(num_blocks, block_bytes)
@@ -35,24 +35,24 @@ class KvoffloadShared(KvoffloadTier):
 
     @abstractmethod
     def _media(self, keys: Keys) -> Sequence[Values | Object]:
-        """Where each block is in the present epoch."""
+        """Locate blocks in the current epoch."""
 
     def read(self, numbers: Sequence[int], blocks_per_job: int) -> list[bool]:
-        """As a scheduler does: what is not known is asked for first."""
+        """Probe unknown blocks first, as a scheduler does."""
         keys = keys_of(numbers)
         unknown = keys.take(self._tier.unknown(keys).nonzero()[0])
         if len(unknown) and (job := self._tier.submit_probe(unknown)) != NO_JOB:
-            left = {job}
-            until_ended(left, lambda: left.difference_update(one.job for one in self._tier.finished()))
+            jobs = {job}
+            until_ended(jobs, lambda: jobs.difference_update(result.job for result in self._tier.finished()))
         return super().read(numbers, blocks_per_job)
 
     def forget(self, numbers: Sequence[int]) -> None:
-        """By a reset: it never takes out a sound block."""
+        """Reset the tier, which never deletes single sound blocks."""
         self._tier.clear()
         assert self._tier.drain(TIMEOUT_S)
 
     def places(self, numbers: Sequence[int]) -> dict[int, Place]:
-        """What is there, with the header."""
+        """Locate existing blocks, with their headers."""
         media = zip(numbers, self._media(keys_of(numbers)), strict=True)
         return {number: Place(medium, 0, size) for number, medium in media if (size := medium.size())}
 
@@ -64,14 +64,14 @@ class KvoffloadShared(KvoffloadTier):
 
 
 class KvoffloadValkey(KvoffloadShared):
-    """A `Product`."""
+    """A `Product`: kvoffload's Valkey tier."""
 
     def _options(self) -> TierOptions:
         url = f"valkey://127.0.0.1:{server()}/{self._namespace}"
         return ValkeyOptions(url=url, timeout=TIMEOUT_S, probe_timeout=TIMEOUT_S)
 
     def forget(self, numbers: Sequence[int]) -> None:
-        """By a reset, and through the server's door: its memory is free again, as after another product's."""
+        """Reset the tier and delete the values, so that the server has as much memory as with others."""
         for value in self._media(keys_of(numbers)):
             ask(value.port, b"DEL", *value.names)
         super().forget(numbers)
@@ -85,7 +85,7 @@ class KvoffloadValkey(KvoffloadShared):
 
 
 class KvoffloadS3(KvoffloadShared):
-    """A `Product`."""
+    """A `Product`: kvoffload's S3 tier."""
 
     def _options(self) -> TierOptions:
         return S3Options(
@@ -100,11 +100,11 @@ class KvoffloadS3(KvoffloadShared):
     def _media(self, keys: Keys) -> Sequence[Object]:
         name = protocol.epoch_name(self._namespace, self._producer).decode()
         epoch = SingleEpoch(self._namespace, self._producer, int(Object(server(), name).read(0, 16), 16))
-        names = [protocol.object_name(epoch, part.name) for part in BlockGroups(1).parts(keys)]
+        names = [protocol.object_name(epoch, group.name) for group in BlockGroups(1).parts(keys)]
         return [Object(server(), name) for name in names]
 
 
 ADAPTERS = {
-    "kvoffload-valkey": Adapter(version("kvoffload"), "`valkey://`, no time too short", KvoffloadValkey),
+    "kvoffload-valkey": Adapter(version("kvoffload"), "`valkey://`, time-outs of 300 s", KvoffloadValkey),
     "kvoffload-s3": Adapter(version("kvoffload"), "`s3://`, an object for each block", KvoffloadS3),
 }

@@ -1,4 +1,4 @@
-"""Any tier of kvoffload's behind the calls of `contract`: what is the same for all."""
+"""Common part of the adapters of kvoffload's tiers to `contract`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Jobs: TypeAlias = dict[int, npt.NDArray[np.int64]]
 
 
 class KvoffloadTier:
-    """What a `Product` can do with every tier."""
+    """Reads and writes of a `Product`, for every kvoffload tier."""
 
     pool: Pool
     _tier: SecondaryTier
@@ -24,9 +24,9 @@ class KvoffloadTier:
     def write(self, numbers: Sequence[int], blocks_per_job: int) -> list[bool]:
         jobs: _Jobs = {}
         stored = [False] * len(numbers)
-        for part in parts(len(numbers), blocks_per_job):
-            rows = np.arange(part.start, part.stop)
-            job, taken = self._tier.submit_write(keys_of(numbers[part.start : part.stop]), self.pool, rows)
+        for piece in parts(len(numbers), blocks_per_job):
+            rows = np.arange(piece.start, piece.stop)
+            job, taken = self._tier.submit_write(keys_of(numbers[piece.start : piece.stop]), self.pool, rows)
             if job != NO_JOB:
                 jobs[job] = rows[taken]
         self._collect(jobs, stored)
@@ -35,29 +35,28 @@ class KvoffloadTier:
     def read(self, numbers: Sequence[int], blocks_per_job: int) -> list[bool]:
         jobs: _Jobs = {}
         loaded = [False] * len(numbers)
-        for part in parts(len(numbers), blocks_per_job):
-            keys = keys_of(numbers[part.start : part.stop])
-            rows = np.arange(part.start, part.stop)[self._tier.contains(keys)]
+        for piece in parts(len(numbers), blocks_per_job):
+            keys = keys_of(numbers[piece.start : piece.stop])
+            rows = np.arange(piece.start, piece.stop)[self._tier.contains(keys)]
             if len(rows):
                 jobs[self._tier.submit_read(keys_of([numbers[row] for row in rows]), self.pool, rows)] = rows
         self._collect(jobs, loaded)
         return loaded
 
     def _collect(self, jobs: _Jobs, outcomes: list[bool]) -> None:
-        left = set(jobs)
+        in_flight = set(jobs)
 
         def poll() -> None:
             for result in self._tier.finished():
-                left.discard(result.job)
+                in_flight.discard(result.job)
                 for row, ok in zip(jobs[result.job].tolist(), result.ok.tolist(), strict=True):
                     outcomes[row] = ok
 
-        until_ended(left, poll)
+        until_ended(in_flight, poll)
 
     def close(self) -> None:
         self._tier.close()
 
 
 def keys_of(numbers: Sequence[int]) -> Keys:
-    """The keys of some blocks."""
     return Keys.pack([key(number) for number in numbers], KEY_BYTES)

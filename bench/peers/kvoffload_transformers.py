@@ -1,7 +1,7 @@
-"""`PrefixCache.generate` with a disk behind the calls of `contract`, in a tiny llama in float32.
+"""Adapter of `PrefixCache.generate` with a disk to `contract`, for a tiny Llama in float32.
 
-A block is the KV of a prompt. The model determines its bytes, and not `content`: a block is right if the next
-logits equal the logits of ``model.generate``. Another version is another set of weights.
+A block is the KV of a prompt. Its bytes come from the model, not from `content`: a block is right if the next
+logits equal the logits of ``model.generate``. Each version has its own weights.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TOLERANCE = 1e-4
 
 
 class KvoffloadInTransformers(KvoffloadOpen):
-    """A `Product`."""
+    """A `Product`: `PrefixCache.generate`."""
 
     def __init__(self, directory: Path, model: str, block_bytes: int, num_blocks: int) -> None:
         self.pool = np.empty((num_blocks, block_bytes), np.uint8)
@@ -75,7 +75,7 @@ class KvoffloadInTransformers(KvoffloadOpen):
         return bool((self.pool[row] == content(number, self._name, version, self.pool.shape[1])).all())
 
     def _newer(self, number: int) -> Path:
-        """A file that is there if a block's second version was written: for the next life."""
+        """Return a marker file: it exists if the second version was written, for the next life."""
         return self._directory.with_name(f"{self._directory.name}-newer-{number}")
 
     def _version(self, number: int) -> int:

@@ -1,7 +1,7 @@
-"""LMCache's `fs` and `fs_native` adapters of its second level behind the calls of `contract`.
+"""Adapter of LMCache's second-level adapters `fs` and `fs_native` to `contract`.
 
-Made by its own factory and driven as its storage manager does it: look up and lock, load, unlock. `fs` also
-below LMCache's AES-GCM serde, wrapped as its storage manager does it.
+Created by LMCache's factory and called as by its storage manager: look up and lock, load, unlock. `fs` also
+runs below LMCache's AES-GCM serde, wrapped as by its storage manager.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logging.disable(logging.ERROR)
 
 
 class LmcacheFs:
-    """A `Product`."""
+    """A `Product`: `fs` or `fs_native`."""
 
     layouts: dict[int, Any] = {}  # noqa: RUF012
 
@@ -59,38 +59,38 @@ class LmcacheFs:
     def write(self, numbers: Sequence[int], blocks_per_job: int) -> list[bool]:
         jobs = {
             self._adapter.submit_store_task(
-                [self._key(numbers[row]) for row in part], [self._objects[row] for row in part]
-            ): part
-            for part in parts(len(numbers), blocks_per_job)
+                [self._key(numbers[row]) for row in piece], [self._objects[row] for row in piece]
+            ): piece
+            for piece in parts(len(numbers), blocks_per_job)
         }
         stored = [False] * len(numbers)
-        left = set(jobs)
+        in_flight = set(jobs)
 
         def poll() -> None:
             for job, result in self._adapter.pop_completed_store_tasks().items():
-                left.discard(job)
+                in_flight.discard(job)
                 for row in jobs[job]:
                     stored[row] = result.is_successful()
 
-        until_ended(left, poll)
+        until_ended(in_flight, poll)
         return stored
 
     def read(self, numbers: Sequence[int], blocks_per_job: int) -> list[bool]:
         keys = [self._key(number) for number in numbers]
         lookups = {
-            self._adapter.submit_lookup_and_lock_task([keys[row] for row in part], self.layouts): list(part)
-            for part in parts(len(keys), blocks_per_job)
+            self._adapter.submit_lookup_and_lock_task([keys[row] for row in piece], self.layouts): list(piece)
+            for piece in parts(len(keys), blocks_per_job)
         }
-        found = _rows(lookups, self._adapter.query_lookup_and_lock_result)
+        hit_rows = _rows(lookups, self._adapter.query_lookup_and_lock_result)
         loads = {
             self._adapter.submit_load_task(
-                [keys[row] for row in some], [self._objects[row] for row in some]
-            ): some
-            for part in parts(len(found), blocks_per_job)
-            for some in [[found[i] for i in part]]
+                [keys[row] for row in rows], [self._objects[row] for row in rows]
+            ): rows
+            for piece in parts(len(hit_rows), blocks_per_job)
+            for rows in [[hit_rows[i] for i in piece]]
         }
         loaded = set(_rows(loads, self._adapter.query_load_result))
-        self._adapter.submit_unlock([keys[row] for row in found])
+        self._adapter.submit_unlock([keys[row] for row in hit_rows])
         return [row in loaded for row in range(len(numbers))]
 
     def forget(self, numbers: Sequence[int]) -> None:
@@ -100,16 +100,16 @@ class LmcacheFs:
         return ObjectKey(chunk_hash=key(number), model_name=self._model, kv_rank=0x01000100)
 
     def places(self, numbers: Sequence[int]) -> dict[int, Place]:
-        """The files that exist."""
-        found = {}
+        """Locate existing files."""
+        places = {}
         for number in numbers:
             path = self._directory / _object_key_to_filename(self._key(number))
             if path.exists():
-                found[number] = Place(File(str(path)), 0, path.stat().st_size)
-        return found
+                places[number] = Place(File(str(path)), 0, path.stat().st_size)
+        return places
 
     def records(self) -> list[Place]:
-        """None: what it knows is in the names of its files."""
+        """Return nothing: the metadata are the file names."""
         return []
 
     def make_unreadable(self, places: Sequence[Place]) -> None:
@@ -120,7 +120,7 @@ class LmcacheFs:
 
 
 class LmcacheEncrypted(LmcacheFs):
-    """A `Product`: `fs` below the serde. Both models have the operator's one master key."""
+    """A `Product`: `fs` below the serde. Both models use the same master key."""
 
     def __init__(self, directory: Path, model: str, block_bytes: int, num_blocks: int) -> None:
         master = directory.parent / "master-key"
@@ -133,7 +133,7 @@ class LmcacheEncrypted(LmcacheFs):
 
 
 def _object(memory: Any, address: int) -> Any:
-    """A memory object over one row of the pool, which their allocator does not know."""
+    """Make a memory object for a row of the pool, unknown to LMCache's allocator."""
     size = memory.numel()
     metadata = MemoryObjMetadata(
         shape=torch.Size([size]), dtype=torch.uint8, address=address, phy_size=size, ref_count=1,
@@ -143,18 +143,18 @@ def _object(memory: Any, address: int) -> Any:
 
 
 def _rows(jobs: dict[int, list[int]], query: Callable[[int], Any]) -> list[int]:
-    """The rows that the jobs' bitmaps name."""
+    """Wait for jobs; returns the rows in their bitmaps."""
     rows: list[int] = []
-    left = set(jobs)
+    in_flight = set(jobs)
 
     def poll() -> None:
-        for job in list(left):
+        for job in list(in_flight):
             bitmap = query(job)
             if bitmap is not None:
-                left.discard(job)
+                in_flight.discard(job)
                 rows.extend(jobs[job][i] for i in bitmap.get_indices_list())
 
-    until_ended(left, poll)
+    until_ended(in_flight, poll)
     return sorted(rows)
 
 

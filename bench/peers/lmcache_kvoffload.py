@@ -1,4 +1,4 @@
-"""Our adapter inside LMCache behind the calls of `contract`: LMCache's factory and calls, our disk.
+"""Adapter of kvoffload in LMCache to `contract`: LMCache's factory and calls with our disk tier.
 
 Needs the environment of tools/engines_env.sh.
 """
@@ -23,7 +23,7 @@ from peers.lmcache_fs import LmcacheFs
 
 
 class KvoffloadInLmcache(LmcacheFs):
-    """A `Product`."""
+    """A `Product`: `KVOffloadAdapter` in LMCache."""
 
     def __init__(self, directory: Path, model: str, block_bytes: int, num_blocks: int) -> None:
         self._directory, self._files = directory, BadSectors()
@@ -49,7 +49,7 @@ class KvoffloadInLmcache(LmcacheFs):
         self._adapter._store.tiers[0].drain(60.0)
 
     def places(self, numbers: Sequence[int]) -> dict[int, Place]:
-        """By the journal."""
+        """Locate blocks by the journal."""
         wanted = {_digest(self._key(number), self._format) + b"\0\0": number for number in numbers}
         return journal_places(self._path, self._layout, wanted)
 
@@ -59,7 +59,6 @@ class KvoffloadInLmcache(LmcacheFs):
         return path
 
     def records(self) -> list[Place]:
-        """Every page of checkpoints and log that is in use."""
         return journal_pages(self._path, self._layout)
 
     def make_unreadable(self, places: Sequence[Place]) -> None:

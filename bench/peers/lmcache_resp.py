@@ -1,4 +1,4 @@
-"""LMCache's `resp` adapter of its second level, its client of Redis and Valkey servers, behind `contract`."""
+"""Adapter of LMCache's `resp`, its client of Redis and Valkey servers, to `contract`."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from peers.lmcache_fs import OFF, LmcacheFs
 
 
 class LmcacheResp(LmcacheFs):
-    """A `Product`. Its keys name the model, and the scene."""
+    """A `Product`: `resp`. Its keys contain the scene and the model."""
 
     def __init__(self, directory: Path, model: str, block_bytes: int, num_blocks: int) -> None:
         config = RESPL2AdapterConfig.from_dict({"host": "127.0.0.1", "port": int(server())})
         self._open(config, f"{namespace(directory)}/{model}", block_bytes, num_blocks)
 
     def forget(self, numbers: Sequence[int]) -> None:
-        """Through the server's door: the client has no way to delete."""
+        """Delete the values in the server, because the client cannot delete."""
         for value in self._values(numbers):
             ask(value.port, b"DEL", *value.names)
 
     def places(self, numbers: Sequence[int]) -> dict[int, Place]:
-        """The values that exist."""
+        """Locate existing values."""
         values = zip(numbers, self._values(numbers), strict=True)
         return {number: Place(value, 0, size) for number, value in values if (size := value.size())}
 

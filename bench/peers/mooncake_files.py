@@ -1,7 +1,7 @@
-"""Mooncake's store behind the calls of `contract`: its client, with a master that keeps objects in files.
+"""Adapter of Mooncake's store to `contract`: its client, with a master that stores objects in files.
 
-A put goes to memory and, later, to a file below the master's ``root_fs_dir``. A read takes memory first, so
-`read` evicts the memory before, as the master does when memory is short. The master outlives a client.
+A put goes to memory and later to a file in the master's ``root_fs_dir``. A read prefers memory, so `read`
+first evicts the memory, as the master does when memory is short. The master outlives a client.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FILES_TIMEOUT_S = 10.0
 
 
 class MooncakeFiles:
-    """A `Product`. Its keys name the scene and the model."""
+    """A `Product`: Mooncake's store. Its keys contain the scene and the model."""
 
     def __init__(self, directory: Path, model: str, block_bytes: int, num_blocks: int) -> None:
         self.pool = page_aligned(num_blocks, block_bytes)
@@ -36,7 +36,7 @@ class MooncakeFiles:
             f"127.0.0.1:{rpc}",
         )  # fmt: skip
         if failed:
-            raise OSError(f"the client does not start: {failed}")
+            raise OSError(f"the client does not start: error {failed}")
 
     def _key(self, number: int) -> str:
         return self._prefix + key(number).hex()
@@ -61,7 +61,7 @@ class MooncakeFiles:
         return len(block) > 0
 
     def _evict_memory(self) -> None:
-        """Wait for leases to expire, and let the master drop the memory of all blocks written here."""
+        """Wait for leases to expire, and let the master evict all written blocks from memory."""
         deadline = time.monotonic() + TIMEOUT_S
         while self._in_memory:
             cleared = self._store.batch_replica_clear([*self._in_memory], self._store.get_hostname())
@@ -77,17 +77,17 @@ class MooncakeFiles:
                 time.sleep(0.05)  # a read holds a lease
 
     def places(self, numbers: Sequence[int]) -> dict[int, Place]:
-        """The files that are complete."""
-        deadline, found = time.monotonic() + _FILES_TIMEOUT_S, dict[int, Place]()
-        while len(found) < len(numbers) and time.monotonic() < deadline:
-            # It replaces characters of a key in the name of the file.
+        """Locate complete files."""
+        deadline, places = time.monotonic() + _FILES_TIMEOUT_S, dict[int, Place]()
+        while len(places) < len(numbers) and time.monotonic() < deadline:
+            # Mooncake replaces characters of the key in the file name.
             files = {path.name[-64:]: path for path in self._root.rglob(f"{self._prefix[:20]}*")}
             for number in numbers:
                 path = files.get(key(number).hex())
                 if path is not None and os.path.getsize(path) == self._block_bytes:
-                    found[number] = Place(File(str(path)), 0, self._block_bytes)
+                    places[number] = Place(File(str(path)), 0, self._block_bytes)
             time.sleep(0.05)
-        return found
+        return places
 
     def records(self) -> list[Place]:
         return []
@@ -100,7 +100,7 @@ class MooncakeFiles:
 
 
 class MooncakeChecked(MooncakeFiles):
-    """The same with the checksum of each object in the master, which is off by default."""
+    """A `Product`: Mooncake's store with checksums of objects, which are off by default."""
 
     def __init__(self, directory: Path, model: str, block_bytes: int, num_blocks: int) -> None:
         os.environ["MOONCAKE_STORE_CHECKSUM"] = "1"

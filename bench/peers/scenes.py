@@ -1,8 +1,8 @@
-"""What is done to a tier, and what it then serves.
+"""Scenes: damage to a tier, followed by reads of every block.
 
-A scene opens the product, lets it write, damages what it has written, and asks for every block: in the same
-life (`running`), or of a second one (`reopened`). Each life is a process of its own, so that a crash is an
-answer and not the end. Every block is a request of its own: a bad one must not cost its neighbours.
+A scene opens the product, writes blocks, damages the stored data, and reads every block, in the same life
+(`running`) or in a second life (`reopened`). Each life is a separate process, so that a crash is a result.
+Each block is a separate request, so that a bad block does not affect others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from peers.damage import DAMAGE, Victims
 Row: TypeAlias = dict[str, Any]
 Life: TypeAlias = Callable[[], Any]
 Isolation: TypeAlias = Callable[[Life], tuple[Any, str]]
-"""Lives a life; what it came to, and why it ended early, or nothing."""
+"""Runs a life; returns its result, and the reason of an early end or an empty string."""
 
 MODEL, OTHER_MODEL = "meta-llama/Llama-3.1-8B", "Qwen/Qwen2.5-7B"
 NUM_BLOCKS, NUM_DAMAGED, BLOCK_BYTES = 32, 16, 65536
@@ -36,18 +36,18 @@ _POISON = 0xA5
 OTHER_OPENS, FULL, KILLED = "opened for another model", "full disk", "writer killed (kill -9)"
 KINDS = (*DAMAGE, OTHER_OPENS, FULL, KILLED)
 OF_FILES = ("bits of journal or config file", "unreadable", FULL, KILLED)
-"""What is done to files, disks and writers of files, and has no counterpart in a server."""
+"""Damage to files, disks and writers of files, which servers do not have."""
 
 
 class ScenesError(Exception):
-    """A scene cannot be set up here."""
+    """A scene cannot be set up on this machine."""
 
 
 # ---- lives
 
 
 def forked(life: Life) -> tuple[Any, str]:
-    """Live in a child process. Its result has to be JSON."""
+    """Run a life in a child process. Its result must be JSON."""
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
@@ -70,7 +70,7 @@ def forked(life: Life) -> tuple[Any, str]:
 
 
 def inline(life: Life) -> tuple[Any, str]:
-    """Live in this process."""
+    """Run a life in this process."""
     try:
         return life(), ""
     except Exception as error:
@@ -79,7 +79,7 @@ def inline(life: Life) -> tuple[Any, str]:
 
 
 def write(product: Product, numbers: Sequence[int], model: str, version: int = 1) -> list[int]:
-    """The blocks that the product says it has stored."""
+    """Write blocks; returns the blocks that the product reports as stored."""
     for row, number in enumerate(numbers):
         product.pool[row] = content(number, model, version, product.pool.shape[1])
     stored = product.write(numbers, 1)
@@ -87,12 +87,12 @@ def write(product: Product, numbers: Sequence[int], model: str, version: int = 1
 
 
 def ask(product: Product, numbers: Sequence[int], model: str, version: int = 1) -> list[str]:
-    """For each block: ``right``, ``wrong`` or ``missed``."""
+    """Read each block; returns ``right``, ``wrong`` or ``missed`` for each."""
     product.pool[:] = _POISON
     outcomes = []
     for row, served in enumerate(product.read(numbers, 1)):
-        right = (product.pool[row] == content(numbers[row], model, version, product.pool.shape[1])).all()
-        outcomes.append(("right" if right else "wrong") if served else "missed")
+        is_right = (product.pool[row] == content(numbers[row], model, version, product.pool.shape[1])).all()
+        outcomes.append(("right" if is_right else "wrong") if served else "missed")
     return outcomes
 
 
@@ -104,7 +104,7 @@ def summary(
     outcomes: Sequence[str] | None,
     why: str,
 ) -> Row:
-    """One row: what was served of the damaged blocks, and what of the others was lost."""
+    """Count the outcomes of damaged blocks, and the lost other blocks."""
     hit = set(damaged)
     pairs = list(zip(asked, outcomes or [], strict=bool(outcomes)))
     of_damaged = [outcome for number, outcome in pairs if number in hit]
@@ -114,7 +114,7 @@ def summary(
         "mode": mode,
         "damaged": len(hit),
         "right": of_damaged.count("right"),
-        # Of any block: damage to one must not make another one wrong.
+        # Of all blocks: damage to a block must not make another block wrong.
         "wrong": of_damaged.count("wrong") + of_others.count("wrong"),
         "missed": of_damaged.count("missed") if outcomes else len(hit),
         "others_lost": of_others.count("missed"),
@@ -128,10 +128,10 @@ def summary(
 def play_damage(
     adapter: Adapter, kind: str, mode: str, directory: Path, seed: int, isolation: Isolation
 ) -> Row | None:
-    """One kind of damage; None where there is nothing of that kind to damage."""
+    """Play one kind of damage; None if the product has nothing of this kind to damage."""
     numbers, stale = list(range(NUM_BLOCKS)), kind == "an older version in its place"
     version = 2 if stale else 1
-    # The medium may give an error at any time: the one that reads has to meet it.
+    # A medium can fail at any time: here in the life that reads.
     at_read = kind == "unreadable"
 
     def harm(product: Product, saved: dict[int, bytes]) -> Any:
@@ -154,8 +154,8 @@ def play_damage(
         missing = numbers
         for _ in range(WRITE_ATTEMPTS):  # rclone answers 500 to some of the first writes into a folder
             write(product, missing, MODEL, version)
-            found = product.places(numbers)
-            if not (missing := [number for number in numbers if number not in found]):
+            written = product.places(numbers)
+            if not (missing := [number for number in numbers if number not in written]):
                 break
         if mode == "running":
             damaged = harm(product, saved)
@@ -168,10 +168,10 @@ def play_damage(
 
     def second_life() -> Any:
         product = adapter.open(directory, MODEL, BLOCK_BYTES, NUM_BLOCKS)
-        found = harm(product, {}) if at_read else []
+        damaged = harm(product, {}) if at_read else []
         outcomes = ask(product, numbers, MODEL, version)
         product.close()
-        return found, outcomes
+        return damaged, outcomes
 
     lived, why = isolation(first_life)
     if lived is None:
@@ -181,13 +181,13 @@ def play_damage(
         return None
     if mode == "reopened":
         lived, why = isolation(second_life)
-        found, outcomes = lived or ([], None)
-        damaged = damaged or found or numbers
+        damaged_later, outcomes = lived or ([], None)
+        damaged = damaged or damaged_later or numbers
     return summary(kind, mode, numbers, damaged, outcomes, why)
 
 
 def _blocks_of_another(adapter: Adapter, directory: Path, numbers: list[int]) -> dict[int, bytes]:
-    """The same keys' blocks as another model's instance writes them."""
+    """Write the same keys for another model; returns the stored bytes."""
     directory.mkdir()
     product = adapter.open(directory, OTHER_MODEL, BLOCK_BYTES, NUM_BLOCKS)
     write(product, numbers, OTHER_MODEL)
@@ -197,7 +197,7 @@ def _blocks_of_another(adapter: Adapter, directory: Path, numbers: list[int]) ->
 
 
 def play_other_opens(adapter: Adapter, directory: Path, isolation: Isolation) -> Row:
-    """A second life for another model asks for the keys that the first one has written."""
+    """Write keys for one model, then read them in a second life for another model."""
     numbers = list(range(NUM_BLOCKS))
 
     def life(model: str) -> Any:
@@ -212,7 +212,7 @@ def play_other_opens(adapter: Adapter, directory: Path, isolation: Isolation) ->
 
 
 def play_full(adapter: Adapter, directory: Path, isolation: Isolation) -> Row:
-    """The file system fills up, all but a quarter of what is to be written, while the product runs."""
+    """Fill the file system while the product runs, except for a quarter of the bytes to write."""
     numbers = list(range(NUM_BLOCKS))
     size = 2 * NUM_BLOCKS * BLOCK_BYTES + (16 << 20)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(directory)]
@@ -246,7 +246,7 @@ def play_full(adapter: Adapter, directory: Path, isolation: Isolation) -> Row:
 
 
 def play_killed(adapter: Adapter, directory: Path, seed: int, rounds: int) -> Row:
-    """A writer is killed at a random moment of a random batch; what does the next life serve?"""
+    """Kill a writer at a random time in a random batch, then read every block in the next life."""
     chance, total = random.Random(f"{seed} killed"), None
     for number in range(rounds):
         place = directory / str(number)
@@ -279,14 +279,14 @@ def _kill_once(adapter: Adapter, directory: Path, chance: random.Random) -> Row:
     os.close(write_end)
     begun, last = 0, batch * chance.randint(1, batches)
     stored: list[int] = []
-    with os.fdopen(read_end) as told:
-        for line in told:
+    with os.fdopen(read_end) as events:
+        for line in events:
             event = json.loads(line)
             stored += event.get("stored", [])
             begun = event.get("begun", begun)
             if begun == last:
                 break
-        # A batch takes about as long; what it says after this is lost, as with any acknowledgement.
+        # About the duration of a batch. Later acknowledgements are lost, as in any crash.
         time.sleep(chance.uniform(0, 0.03))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -306,7 +306,7 @@ def _kill_once(adapter: Adapter, directory: Path, chance: random.Random) -> Row:
 
 
 def _lost(stored: Sequence[int] | None, numbers: Sequence[int], outcomes: Sequence[str] | None) -> int:
-    """Blocks that the product had said are stored, and then did not serve."""
+    """Count the blocks that the product reported as stored and then did not serve."""
     served = {n for n, outcome in zip(numbers, outcomes or [], strict=False) if outcome == "right"}
     return len(set(stored or []) - served)
 
@@ -320,12 +320,12 @@ def play(
     rounds: int = 10,
     isolation: Isolation = forked,
 ) -> list[Row]:
-    """The rows of one kind; one whose `skipped` says why where it could not be played."""
+    """Play one kind in all modes; a row that could not be played has the reason as `skipped`."""
     rows: list[Row] = []
     modes = MODES if kind in DAMAGE else ("reopened",)
     for mode in modes:
         if kind == "bits of journal or config file" and mode == "running":
-            continue  # it is read when a tier opens
+            continue  # a tier reads its journal only when it opens
         if kind in DAMAGE and mode == "reopened" and not adapter.keeps:
             continue
         place = directory / mode

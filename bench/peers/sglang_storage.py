@@ -1,7 +1,7 @@
-"""SGLang's `file` backend, and our backend inside SGLang, behind the calls of `contract`.
+"""Adapters of SGLang's `file` backend and of kvoffload in SGLang to `contract`.
 
-Made by SGLang's own factory and driven as its cache controller does it, with a host pool of SGLang's: a block
-is a page of the pool. Needs the environment of tools/engines_env.sh.
+Created by SGLang's factory and called as by its cache controller, with SGLang's host pool: a block is a page
+of the pool. Needs the environment of tools/engines_env.sh.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PAGE, LAYERS, HEADS = 16, 2, 2
 
 
 class SglangStorage:
-    """A `Product`: `pool` is SGLang's host pool, a page of which is a block."""
+    """A `Product` with SGLang's host pool; a block is a page of the pool."""
 
     pool: Pool
 
@@ -86,7 +86,7 @@ class SglangStorage:
         return bool(self._storage.batch_set([name], [self._host.get_data_page(row * PAGE)]))
 
     def _get(self, row: int, name: str) -> bool:
-        """As the controller's `_generic_page_get`, which reports an exception as no hit."""
+        """Load a page as the controller's `_generic_page_get`, which reports an exception as a miss."""
         try:
             (page,) = self._storage.batch_get([name], [self._host.get_dummy_flat_data_page()])
         except Exception:
@@ -102,7 +102,7 @@ class SglangStorage:
 
 
 class SglangFile(SglangStorage):
-    """SGLang's `file` backend."""
+    """A `Product`: SGLang's `file` backend."""
 
     def __init__(self, directory: Path, model: str, block_bytes: int, num_blocks: int) -> None:
         super().__init__(directory, model, block_bytes, num_blocks, {"file_storage_path": str(directory)})
@@ -122,7 +122,7 @@ class SglangFile(SglangStorage):
         }
 
     def records(self) -> list[Place]:
-        """None: what it knows is in the names of its files."""
+        """Return nothing: the metadata are the file names."""
         return []
 
     def make_unreadable(self, places: Sequence[Place]) -> None:
@@ -130,10 +130,10 @@ class SglangFile(SglangStorage):
 
 
 class KvoffloadInSglang(SglangStorage):
-    """Our backend, through the interface v1."""
+    """A `Product`: our backend in SGLang, through interface v1."""
 
     def __init__(self, directory: Path, model: str, block_bytes: int, num_blocks: int) -> None:
-        half = block_bytes // 2  # K and V of a page are blocks of their own
+        half = block_bytes // 2  # K and V of a page are separate blocks
         self._layout = Layout.holding(half, 34, 2 * num_blocks)
         capacity = self._layout.file_bytes + LOCK_FILE_BYTES
         self._files = BadSectors()
@@ -161,7 +161,7 @@ class KvoffloadInSglang(SglangStorage):
         self._storage.store.tiers[0].drain(60.0)
 
     def places(self, numbers: Sequence[int]) -> dict[int, Place]:
-        """The first block of each page, by the journal."""
+        """Locate the first block of each page by the journal."""
         names = self._storage._keys("kv", [key(number).hex() for number in numbers])
         wanted = dict(zip((name + b"\0\0" for name in names), numbers, strict=True))
         return journal_places(self._path, self._slab.layout, wanted)
@@ -172,7 +172,6 @@ class KvoffloadInSglang(SglangStorage):
         return path
 
     def records(self) -> list[Place]:
-        """Every page of checkpoints and log that is in use."""
         return journal_pages(self._path, self._slab.layout)
 
     def make_unreadable(self, places: Sequence[Place]) -> None:

@@ -1,7 +1,7 @@
-"""A product that is told what to do, line by line, so that several can take turns.
+"""Timing of products in separate processes, controlled line by line, so that they can take turns.
 
-`serve` runs under the product's own Python and times nothing but the product; `Server` is the other end.
-Files are dropped from the page cache before they are read; what a server has is left there.
+`serve` runs in the product's Python and times only the product; `Server` is the parent's side. Files are
+dropped from the page cache before a read; the memory of servers is not.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ import numpy as np
 from peers.contract import Adapter, File, Place
 
 JOBS = 16
-"""That a batch is handed over in, as by as many requests."""
+"""Jobs of a batch, as if from 16 requests."""
 SYNC_THREADS = 16
-"""As many as vLLM's tier writes with."""
+"""Number of write threads of vLLM's tier."""
 
 
 class Spent(NamedTuple):
-    """What something took: seconds, and seconds of the product's process, all threads."""
+    """Wall seconds, and CPU seconds of all threads of the product's process."""
 
     seconds: float
     cpu_s: float
 
 
 def serve(adapter: Adapter, out: IO[str]) -> None:
-    """Answer each line of stdin with the seconds that it took, and those of the processor.
+    """Execute each line of stdin; answer with its wall and CPU seconds.
 
-    ``open DIRECTORY BLOCK_BYTES NUM_BLOCKS`` comes first and once more for another size; then ``write``,
-    ``read``, ``fsync`` and ``syncfs``, each of which is about all blocks.
+    ``open DIRECTORY BLOCK_BYTES NUM_BLOCKS`` comes first, and again for each other size. The commands
+    ``write``, ``read``, ``fsync`` and ``syncfs`` apply to all blocks.
     """
     tier: _Tier | None = None
     for line in sys.stdin:
@@ -62,7 +62,7 @@ def serve(adapter: Adapter, out: IO[str]) -> None:
 
 
 class _Tier:
-    """An open tier, full of noise, and what can be done to it in one go."""
+    """An open tier with a pool of random bytes, and the timed operations."""
 
     def __init__(self, adapter: Adapter, directory: Path, block_bytes: int, num_blocks: int) -> None:
         self.product = adapter.open(directory, "model", block_bytes, num_blocks)
@@ -72,7 +72,7 @@ class _Tier:
         self._per_job = max(1, num_blocks // JOBS)
 
     def prepared(self, command: str) -> Callable[[], None]:
-        """What is to be timed. What a batch replaces, and what the page cache has, is nobody's time."""
+        """Prepare an operation and return it for timing. Evictions and page-cache drops are not timed."""
         places = self.product.places(self._numbers)
         if command == "write":
             self.product.forget(list(places))
@@ -94,7 +94,7 @@ class _Tier:
 
 
 def fsync_each(places: Sequence[Place]) -> None:
-    """Every file of these blocks, then every directory that has one."""
+    """Sync the file of every block, then every directory with such a file."""
     paths = {place.medium.path for place in places}
     with ThreadPoolExecutor(SYNC_THREADS) as threads:
         list(threads.map(_fsync, paths))
@@ -110,7 +110,7 @@ def _fsync(path: str) -> None:
 
 
 def syncfs(directory: Path) -> None:
-    """Everything on the file system at once, other processes' as well."""
+    """Sync the whole file system, including files of other processes."""
     fd = os.open(directory, os.O_RDONLY)
     try:
         if ctypes.CDLL(None, use_errno=True).syncfs(fd):
@@ -120,7 +120,7 @@ def syncfs(directory: Path) -> None:
 
 
 def drop_cached(places: Sequence[Place]) -> None:
-    """Have the page cache forget the files of these blocks."""
+    """Drop the files of these blocks from the page cache."""
     for path in {place.medium.path for place in places}:
         fd = os.open(path, os.O_RDONLY)
         try:
@@ -140,7 +140,7 @@ class Server:
         )  # fmt: skip
 
     def do(self, command: str) -> Spent:
-        """What it took. Raises `RuntimeError` when the child has ended."""
+        """Run a command; returns its cost. Raises `RuntimeError` if the child ended."""
         assert self._child.stdin is not None
         assert self._child.stdout is not None
         with contextlib.suppress(BrokenPipeError):
@@ -150,7 +150,7 @@ class Server:
         while line and "seconds" not in line:
             line = self._child.stdout.readline()
         if not line:
-            raise RuntimeError(f"it ended with status {self._child.wait()}")
+            raise RuntimeError(f"the process ended with status {self._child.wait()}")
         return Spent(**json.loads(line))
 
     def close(self) -> None:

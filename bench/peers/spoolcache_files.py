@@ -1,7 +1,7 @@
-"""spoolcache's store of files behind the calls of `contract`: their `TokenFileStore`, without vLLM.
+"""Adapter of spoolcache's file store, `TokenFileStore`, to `contract`, without vLLM.
 
-Its connector needs CUDA to serve; the store behind it does not. A block here is a chain of one file of 256
-tokens. The connector takes a root for each deployment, whose digest has the model: so does this.
+spoolcache's connector needs CUDA; the store does not. A block is a chain of one file of 256 tokens. As in the
+connector, each deployment has its own root, named by a digest of the model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CHUNK_TOKENS = aligned_chunk_tokens(TOKENS_PER_PAGE)
 
 
 class Spoolcache:
-    """A `Product`."""
+    """A `Product`: spoolcache's file store."""
 
     def __init__(self, directory: Path, model: str, block_bytes: int, num_blocks: int) -> None:
         self.pool = page_aligned(num_blocks, block_bytes)
@@ -48,7 +48,7 @@ class Spoolcache:
         )
 
     def write(self, numbers: Sequence[int], blocks_per_job: int) -> list[bool]:
-        """One file after the other, as it stores a chain."""
+        """Store one file after the other, as for a chain."""
         stored = []
         for row, number in enumerate(numbers):
             try:
@@ -64,7 +64,7 @@ class Spoolcache:
         return [self._read(number, row) for row, number in enumerate(numbers)]
 
     def _read(self, number: int, row: int) -> bool:
-        """As its connector restores a chain: a view with pins, then every file into its place."""
+        """Restore a chain as the connector does: pin a view, then read every file into its row."""
 
         @contextmanager
         def receiver(_: Any) -> Iterator[Any]:
@@ -87,7 +87,7 @@ class Spoolcache:
         return self._root / "manifests" / _key(number)[:2] / f"{_key(number)}.kv"
 
     def places(self, numbers: Sequence[int]) -> dict[int, Place]:
-        """The files that exist, with their headers."""
+        """Locate existing files, with their headers."""
         paths = {number: self._path(number) for number in numbers}
         return {
             number: Place(File(str(path)), 0, os.path.getsize(path))
@@ -111,7 +111,7 @@ def _key(number: int) -> str:
 
 
 def _layout(block_bytes: int, num_blocks: int) -> HMALayout:
-    """One layer, whose pages of 16 tokens make one block of 256."""
+    """Make a layout of one layer; 16 pages of 16 tokens are a block of 256."""
     page_bytes = block_bytes * TOKENS_PER_PAGE // CHUNK_TOKENS
     layer = LayerGeometry("layer.0", "FullAttentionSpec", page_bytes)
     group = GroupGeometry(

@@ -1,6 +1,7 @@
-"""vLLM's native `fs` secondary tier behind the calls of `contract`: their objects, made by their factory.
+"""Adapter of vLLM's native `fs` secondary tier to `contract`.
 
-Driven as their tiering manager does it: look up, step until the answer is there, load what was a hit.
+Created by vLLM's factory and called as by its tiering manager: look up, step until the result is known, load
+the hits.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ STEP = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
 
 
 class VllmFs:
-    """A `Product`."""
+    """A `Product`: vLLM's `fs` tier."""
 
     def __init__(self, directory: Path, model: str, block_bytes: int, num_blocks: int) -> None:
         self._open({"type": "fs", "root_dir": str(directory)}, model, block_bytes, num_blocks)
@@ -46,8 +47,8 @@ class VllmFs:
         request = self._request()
         rows = range(len(numbers))
         jobs = [
-            self._job([numbers[row] for row in part], list(part), request, load=False)
-            for part in parts(len(rows), blocks_per_job)
+            self._job([numbers[row] for row in piece], list(piece), request, load=False)
+            for piece in parts(len(rows), blocks_per_job)
         ]
         ended = self._run(jobs, self._tier.submit_store)
         stored = [ended[job.job_id].success for job in jobs for _ in job.keys]
@@ -58,17 +59,17 @@ class VllmFs:
         request = self._request()
         rows = [row for row, hit in enumerate(self._lookup(numbers, request)) if hit]
         jobs = [
-            self._job([numbers[row] for row in some], some, request, load=True)
-            for part in parts(len(rows), blocks_per_job)
-            for some in [[rows[i] for i in part]]
+            self._job([numbers[row] for row in piece_rows], piece_rows, request, load=True)
+            for piece in parts(len(rows), blocks_per_job)
+            for piece_rows in [[rows[i] for i in piece]]
         ]
         ended = self._run(jobs, self._tier.submit_load)
         loaded = [False] * len(numbers)
         for job in jobs:
             result = ended[job.job_id]
             sound = set(job.keys if result.success else result.successful_keys or ())
-            for row, one in zip(job.chunk_ids.tolist(), job.keys, strict=True):
-                loaded[row] = one in sound
+            for row, job_key in zip(job.chunk_ids.tolist(), job.keys, strict=True):
+                loaded[row] = job_key in sound
         self._tier.on_request_finished(request)
         return loaded
 
@@ -76,30 +77,30 @@ class VllmFs:
         answers: dict[int, Any] = {}
 
         def step() -> None:
-            for number in list(left):
+            for number in list(unanswered):
                 answer = self._tier.lookup(key_of(number), request)
                 if answer is not LookupResult.RETRY:
                     answers[number] = answer
-                    left.discard(number)
+                    unanswered.discard(number)
             self._tier.on_schedule_end(STEP)
 
-        left = set(numbers)
-        until_ended(left, step)
+        unanswered = set(numbers)
+        until_ended(unanswered, step)
         return [answers[number] is LookupResult.HIT for number in numbers]
 
     def _run(self, jobs: Iterable[Any], submit: Callable[[Any], None]) -> dict[int, Any]:
         ended: dict[int, Any] = {}
-        left = set()
+        in_flight = set()
         for job in jobs:
-            left.add(job.job_id)
+            in_flight.add(job.job_id)
             submit(job)
 
         def poll() -> None:
             for result in self._tier.get_finished_jobs():
                 ended[result.job_id] = result
-                left.discard(result.job_id)
+                in_flight.discard(result.job_id)
 
-        until_ended(left, poll)
+        until_ended(in_flight, poll)
         return ended
 
     def _request(self) -> Any:
@@ -120,12 +121,12 @@ class VllmFs:
         return str(self._tier.file_mapper.get_file_name(key_of(number)))
 
     def forget(self, numbers: Sequence[int]) -> None:
-        """By unlinking: the tier itself never removes a sound block."""
+        """Unlink the files, because the tier never removes sound blocks."""
         for number in numbers:
             os.unlink(self._path(number))
 
     def places(self, numbers: Sequence[int]) -> dict[int, Place]:
-        """The files that exist."""
+        """Locate existing files."""
         paths = {number: self._path(number) for number in numbers}
         return {
             number: Place(File(path), 0, os.path.getsize(path))

@@ -1,6 +1,6 @@
-"""The disk of vLLM's `SimpleCPUOffloadConnector` behind the calls of `contract`: its `DiskBackend`.
+"""Adapter of the disk of vLLM's `SimpleCPUOffloadConnector`, its `DiskBackend`, to `contract`.
 
-Its scheduler keeps the index of slots in memory, and so does this. Streams and copies of CUDA are replaced
+The index of slots is in memory, as in vLLM's scheduler. CUDA's streams and copies are replaced
 (`tests/support/cpu_transfers.py`); threads, staging buffers and files are vLLM's.
 """
 
@@ -27,11 +27,11 @@ stand_ins: Any = importlib.import_module("support.cpu_transfers")
 
 
 class VllmSimpleDisk:
-    """A `Product`."""
+    """A `Product`: vLLM's `DiskBackend`."""
 
     def __init__(self, directory: Path, model: str, block_bytes: int, num_blocks: int) -> None:
         stand_ins.run_on_cpu()
-        # A thread that dies must not print its traceback in every scene.
+        # A dying thread must not print its traceback in every scene.
         threading.excepthook = lambda _: None
         self.pool = page_aligned(num_blocks, block_bytes)
         self._block_bytes, self._slots = block_bytes, dict[int, int]()
@@ -52,7 +52,7 @@ class VllmSimpleDisk:
         return os.preadv(fd, buffers, offset)
 
     def write(self, numbers: Sequence[int], blocks_per_job: int) -> list[bool]:
-        """A store whose thread has ended is never reported, and its block is no hit."""
+        """Store blocks. After its thread has ended, a store is never reported, and its block is a miss."""
         stored = []
         for row, number in enumerate(numbers):
             if number not in self._slots:
@@ -65,7 +65,7 @@ class VllmSimpleDisk:
         return stored
 
     def read(self, numbers: Sequence[int], blocks_per_job: int) -> list[bool]:
-        """Raises `TimeoutError` for a load that never ends: vLLM's request waits forever."""
+        """Load blocks. Raises `TimeoutError` for a load that never ends; vLLM's request waits forever."""
         loaded = []
         for row, number in enumerate(numbers):
             slot = self._slots.get(number)
@@ -88,11 +88,11 @@ class VllmSimpleDisk:
         return True
 
     def forget(self, numbers: Sequence[int]) -> None:
-        """Free the slots, as its block pool does when it evicts."""
+        """Free the slots, as vLLM's block pool does on eviction."""
         self._free += [self._slots.pop(number) for number in numbers]
 
     def places(self, numbers: Sequence[int]) -> dict[int, Place]:
-        """Parts of the one file; none after the end of the process, which unlinks the file."""
+        """Locate blocks in the file, which the end of the process unlinks."""
         if not self._path.exists():
             return {}
         size, file = self._block_bytes, File(str(self._path))
