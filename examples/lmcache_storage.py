@@ -4,8 +4,8 @@ Needs LMCache, and runs on a CPU:
 
     python examples/lmcache_storage.py disk:/nvme/kv:50GiB
 
-It shows that a tier works before a server uses it. Each run after the first finds the objects. A server takes
-the same configuration from a file:
+Checks a tier before a server uses it. Each run after the first finds the objects. A server reads the same
+configuration from a file:
 
     lmcache server --l1-size-gb 64 --eviction-policy LRU --l2-adapter "$(cat examples/lmcache_adapter.json)"
 """
@@ -42,7 +42,7 @@ TIMEOUT_S = 60.0
 
 
 def storage_of(tier: str, **params: str) -> StorageManager:
-    """LMCache's storage manager with the configuration beside this file, this tier and more parameters."""
+    """Create LMCache's storage manager with lmcache_adapter.json, this tier and further parameters."""
     adapter = json.loads(Path(__file__).with_name("lmcache_adapter.json").read_text())
     adapter["adapter_params"] |= {"tiers": [tier], "block": "8KiB", **params}
     l1 = L1MemoryManagerConfig(size_in_bytes=16 << 20, use_lazy=False, shm_name="")

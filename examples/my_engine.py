@@ -1,7 +1,7 @@
-"""A minimal engine that keeps its KV blocks with kvoffload.
+"""A minimal engine that stores its KV blocks with kvoffload.
 
 A real engine has attention kernels instead of a hash, and makes the same calls: look up a prefix, load the
-ready blocks, compute the rest, offer all, finish.
+ready blocks, compute the missing blocks, offer all blocks, finish.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Engine:
             plan = self.manager.prepare_load(keys[:num_ready], request)
             sound = self.ram.read(plan.keys, plan.slots, self.kv_cache, np.arange(num_ready))
             self.manager.complete_load(plan, damaged=np.flatnonzero(~sound))
-            # A damaged block is a miss: it is computed, and what follows it.
+            # A damaged block is a miss: the engine computes it and all following blocks.
             num_ready = num_ready if sound.all() else int(sound.argmin())
         for row in range(num_ready, count):
             self.kv_cache[row] = np.frombuffer(hashes[row] * (BLOCK_BYTES // 32), np.uint8)

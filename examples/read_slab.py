@@ -1,4 +1,4 @@
-"""A reader of slabs without kvoffload, which implements docs/formats.md. Usage: read_slab.py PATH."""
+"""Reader of slabs without kvoffload; implements docs/formats.md. Usage: read_slab.py PATH."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEADER = struct.Struct("<16sQQQQ")
 
 
 def checked(page: bytes, body: bytes | None = None) -> bool:
-    """Verify bytes 8 to 16, the checksum of the page, or of a group header and its body."""
+    """Verify bytes 8 to 16: the checksum of a page, or of a group's header and body."""
     blank = page[:8] + bytes(8) + page[16:]
     seeded = xxh3(blank) if body is None else xxh3(body, xxh3(blank))
     return seeded == int.from_bytes(page[8:16], "little")
@@ -38,7 +38,7 @@ def read_slab(path: Path) -> Iterator[tuple[bytes, int, int, bytes]]:
     entry_bytes, entries = ENTRY.size + padded_key, {}
 
     def group(at: int, end: int, wanted: int) -> tuple[int, int, int, bytes, int, int] | None:
-        """The sound group of this kind at this place: epoch, sequence, end, body, removals, entries."""
+        """Read a sound group of a kind; returns epoch, sequence, end, body, removals and entries."""
         header = data[at : at + GROUP.size]
         magic, _, slab, epoch, sequence, _, length, kind, removed, added, _ = GROUP.unpack(header)
         body, end_of_group = (
@@ -69,10 +69,10 @@ def read_slab(path: Path) -> Iterator[tuple[bytes, int, int, bytes]]:
     newest, region, groups = max(heads)
     for number in range(groups):
         at = region + PAGE + number * group_bytes
-        if (found := group(at, at + group_bytes, 2)) and found[:2] == (newest, number):
-            hold(*found[3:])
-    in_log = [(at, found) for at in range(log, log_end, PAGE) if (found := group(at, log_end, 1))]
-    newest, after, next_sequence = max([newest, *(found[0] for _, found in in_log)]), log, 0
+        if (fields := group(at, at + group_bytes, 2)) and fields[:2] == (newest, number):
+            hold(*fields[3:])
+    in_log = [(at, fields) for at in range(log, log_end, PAGE) if (fields := group(at, log_end, 1))]
+    newest, after, next_sequence = max([newest, *(fields[0] for _, fields in in_log)]), log, 0
     for at, (epoch, sequence, end, *contents) in in_log:
         if epoch == newest and at >= after and sequence >= next_sequence:
             hold(*contents)

@@ -4,8 +4,8 @@ Needs SGLang, and runs on a CPU:
 
     python examples/sglang_storage.py disk:/nvme/kv:50GiB
 
-It shows that a tier works before a server uses it. Each run after the first finds the pages. A server takes
-the same configuration from a file:
+Checks a tier before a server uses it. Each run after the first finds the pages. A server reads the same
+configuration from a file:
 
     python -m sglang.launch_server --model-path meta-llama/Llama-3.1-8B-Instruct --enable-hierarchical-cache \
       --hicache-mem-layout page_first --hicache-storage-backend dynamic \
@@ -31,7 +31,7 @@ PAGE, PAGES, LAYERS = 16, 8, 2
 
 
 def host_pool() -> MHATokenToKVPoolHost:
-    """The host pool (L2) of a small model, as SGLang makes it."""
+    """Create the host pool (L2) of a small model, as SGLang does."""
     device = MHATokenToKVPool(
         size=PAGE * PAGES, page_size=PAGE, dtype=torch.bfloat16, head_num=2, head_dim=64, layer_num=LAYERS,
         device="cpu", enable_memory_saver=False,

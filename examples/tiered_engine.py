@@ -1,6 +1,6 @@
-"""A scheduler with RAM and a disk behind it: no step waits, and a restart finds the blocks again.
+"""A scheduler with RAM and a disk: no step waits, and a restart finds the blocks again.
 
-docs/start-engine.md explains the calls, and shows what the program prints:
+docs/start-engine.md explains the calls and shows the output:
 
     python examples/tiered_engine.py
 """
@@ -29,14 +29,14 @@ class Engine:
         self.waiting.append((keys, self.manager.begin_request(request_id, keys)))
 
     def step(self):
-        """Serve each request whose blocks are in RAM; the others wait, and the engine runs other requests."""
+        """Serve each request with its blocks in RAM. Other requests wait, and do not block the engine."""
         self.manager.poll()  # once a step: ends and begins jobs of the tiers
         for keys, ctx in self.waiting.copy():
-            found = self.manager.lookup(keys, ctx)
-            if found.stopped_by is LookupResult.RETRY:  # a tier is read: look up again next step
+            hits = self.manager.lookup(keys, ctx)
+            if hits.stopped_by is LookupResult.RETRY:  # a tier is read: look up again next step
                 continue
             self.waiting.remove((keys, ctx))
-            self.serve(keys, ctx, found.num_ready)
+            self.serve(keys, ctx, hits.num_ready)
 
     def serve(self, keys, ctx, num_ready):
         rows = np.arange(len(keys))  # yours: the rows that your engine has allocated

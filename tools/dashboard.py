@@ -1,6 +1,6 @@
-"""The Grafana dashboard that ``kvoffload metrics --dashboard`` prints: panels, queries, and what they mean.
+"""The Grafana dashboard of ``kvoffload metrics --dashboard``: panels, queries and explanations.
 
-Writes src/kvoffload/metrics/dashboard.json, which the wheel contains, so that users need no SDK.
+Writes src/kvoffload/metrics/dashboard.json, which is part of the wheel, so that users need no SDK.
 
     python tools/dashboard.py         # write the file
 """
@@ -34,7 +34,7 @@ class Panel:
 
     Attributes:
         queries: PromQL and legend of each line.
-        unit: of Grafana: ``short``, ``percentunit``, ``Bps``, ``s``, ...
+        unit: a Grafana unit: ``short``, ``percentunit``, ``Bps``, ``s``, ...
         is_number: True for the last value as a number, False for lines over time.
         alarms_above: value above which a number is red.
         is_stacked: True if the lines add up.
@@ -53,7 +53,7 @@ class Panel:
 
 
 def ours(name: str, more: str = "") -> str:
-    """Return the series of one of our metrics; `more` are further matchers."""
+    """Return the series of one of our metrics. `more`: further matchers."""
     return f"${{prefix}}{name}{{{_CHOSEN}{more and ','}{more}}}"
 
 
@@ -446,7 +446,7 @@ def variables() -> list[Any]:
 
 
 def spans(panels: list[Panel]) -> list[int]:
-    """Return widths that fill whole rows of 24 columns: numbers small, lines three or two in a row."""
+    """Return widths that fill rows of 24 columns: all numbers in a row, two or three line panels in a row."""
     if panels[0].is_number:
         return [24 // len(panels)] * len(panels)
     pairs = {0: 0, 1: 2, 2: 1}[len(panels) % 3]

@@ -1,11 +1,11 @@
-"""The documents as a site: brings in what stands outside docs/, and checks what was built.
-
-Two things that belong together. mkdocs calls the functions ``on_...`` (`mkdocs.yml`): the README is the first
-page, the other documents of the root are pages, and a source file that a document links to becomes one. As a
-script it builds the site, strictly, looks for every public name in it, and puts the page of an example plan
-beside `docs/plan-page.md`, which shows it. Knows nothing of what pages say.
+"""Build of the documentation site: adds pages from outside docs/, and checks the result.
 
     python tools/docs_site.py        # make docs
+
+mkdocs calls the functions ``on_...`` (`mkdocs.yml`): the README becomes the first page; other documents of
+the root, and linked source files, become pages. The script builds the site in strict mode, checks that every
+public name has an entry, and adds the example plan that `docs/plan-page.md` embeds. Knows nothing about the
+content of pages.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / "build" / "site"
 PLAN = ROOT / "build" / "plan.html"
-"""What `make report` makes."""
+"""Output of `make report`."""
 EXAMPLE = "example-plan.html"
-"""The same in the site, where `docs/plan-page.md` shows it."""
+"""Its name in the site; `docs/plan-page.md` embeds it."""
 OUTSIDE = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 _LANGUAGES = {".py": "python", ".json": "json", ".sh": "sh", ".toml": "toml"}
 
 
 def uri_of(name: str) -> str:
-    """Where a file of the repository is in the site: the source of its page."""
+    """Map a file of the repository to the source of its page in the site."""
     if name == "README.md":
         return "index.md"
     if name in OUTSIDE:
@@ -45,14 +45,14 @@ def uri_of(name: str) -> str:
 
 
 def name_of(uri: str) -> str:
-    """The file of the repository that a page was made of."""
+    """Map a page of the site to its file in the repository."""
     if uri == "index.md":
         return "README.md"
     return uri if uri in OUTSIDE else f"docs/{uri}"
 
 
 def linked(name: str) -> set[str]:
-    """What a document links to, as names in the repository."""
+    """List the link targets of a document, as paths in the repository."""
     text = (ROOT / name).read_text(encoding="utf-8")
     return {normpath(Path(name).parent / target) for target in _LINK.findall(text)}
 
@@ -76,14 +76,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links lead to pages of the site, not to files of the repository."""
+    """Redirect links from files of the repository to pages of the site."""
     uri = page.file.src_uri
     if uri.startswith("source/"):
         return markdown
     folder = Path(name_of(uri)).parent
 
-    def moved(found: re.Match[str]) -> str:
-        return relpath(uri_of(normpath(folder / found[1])), Path(uri).parent)
+    def moved(match: re.Match[str]) -> str:
+        return relpath(uri_of(normpath(folder / match[1])), Path(uri).parent)
 
     return _LINK.sub(moved, markdown).replace("<details>", '<details markdown="1">')
 
@@ -91,7 +91,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def main() -> None:
     import kvoffload
 
-    # Not --quiet: what mkdocs does not say it does not count, and `strict` counts.
+    # Not --quiet: `strict` counts only warnings that mkdocs prints.
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--clean"]
     quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, check=False)
@@ -105,7 +105,7 @@ def main() -> None:
         raise SystemExit(f"docs: docs/plan-page.md does not show {EXAMPLE}")
     shutil.copy(PLAN, SITE / EXAMPLE)
     count = len(list(SITE.rglob("*.html")))
-    print(f"docs: {count} pages in {SITE.relative_to(ROOT)}/, no link or anchor leads nowhere,", end=" ")
+    print(f"docs: {count} pages in {SITE.relative_to(ROOT)}/, no broken link or anchor,", end=" ")
     print(f"all {len(kvoffload.__all__)} public names have an entry")
 
 

@@ -1,12 +1,12 @@
-"""Which small mistakes would the tests notice? ``python tools/mutation.py --seed 1 --output /tmp/mutants``.
+"""Mutation testing: ``python tools/mutation.py --seed 1 --output /tmp/mutants``.
 
-Draws mutants of the control plane, the tiers and the verification, runs each against the tests that can
-notice it, and prints how many were killed, and every one that was not: then a test is missing, or the mutant
-does what the program does, and has to be looked at. It can be stopped and started again.
+Draws mutants of the control plane, the tiers and the verification, and runs each against the tests that can
+notice it. Prints the number of killed mutants, and the diff of every other mutant: either a test is missing,
+or the mutant is equivalent to the program. The run can be stopped and continued.
 
 Needs cosmic-ray and coverage.py (``pip install --group mutation``). cosmic-ray makes the mutants but does not
-run them: a kernel must be compiled again exactly when the mutant is in it. mutmut, the other one that is well
-kept, changes functions behind a switch, and so cannot change kernels at all.
+run them, because a kernel must be compiled again if and only if it contains the mutant. mutmut is no
+alternative: it changes functions behind a switch, and therefore cannot change kernels.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ ROOMS = {
     "tiers": "kvoffload/tiers",
     "verification": "kvoffload/integrations/vllm/scheduler_side/verification.py",
 }
-"""The first one that a path begins with is its room."""
+"""Rooms by name; a path belongs to the first room that it begins with."""
 IN_VLLM = "kvoffload/integrations"
 WHERE = {
     False: ("tests", "--ignore=tests/vllm", "--ignore=tests/tools/test_mutation.py"),
     True: ("tests/vllm/test_adapter.py",),
 }
-"""Tests, by whether they need vLLM; the others of tests/vllm start engines."""
+"""Tests without and with vLLM; the other files of tests/vllm start engines."""
 GIB = 1024**3
 
 
 def files(only: list[str]) -> list[str]:
-    """The files that are mutated, below `SOURCE`."""
+    """List the files to mutate, relative to `SOURCE`."""
     every = [str(file.relative_to(SOURCE)) for file in sorted(SOURCE.rglob("*.py"))]
-    return [path for path in every if room(path) and (not only or any(one in path for one in only))]
+    return [path for path in every if room(path) and (not only or any(text in path for text in only))]
 
 
 def room(path: str) -> str:
@@ -59,14 +59,14 @@ def room(path: str) -> str:
 
 
 def identity(row: dict[str, Any] | Mutant) -> tuple[str, str, int]:
-    """The same for a mutant and its row in the journal."""
+    """Return the identity of a mutant or of its row in the journal."""
     if isinstance(row, Mutant):
         return row.path, row.operator, row.occurrence
     return row["path"], row["operator"], row["occurrence"]
 
 
 def again(journal: Path, paths: list[str]) -> Iterator[Mutant]:
-    """The mutants of these files that a journal has and that are not killed; names those that are no more."""
+    """Yield a journal's mutants of these files that were not killed; prints mutants that no longer exist."""
     rows = {identity(row): row for row in read(journal)}
     for row in rows.values():
         if Outcome(row["outcome"]) in (Outcome.KILLED, Outcome.TIMEOUT) or row["path"] not in paths:
@@ -75,15 +75,14 @@ def again(journal: Path, paths: list[str]) -> Iterator[Mutant]:
         if mutant is not None and mutant.diff == row["diff"]:
             yield mutant
         else:
-            print(f"not there any more:\n{row['diff']}", file=sys.stderr)
+            print(f"the source has changed, mutant skipped:\n{row['diff']}", file=sys.stderr)
 
 
 def run_all(chosen: list[Mutant], reaches: dict[bool, Reach], arguments: argparse.Namespace) -> None:
-    """Run mutants, several at a time, and write a row for each."""
-
+    """Run mutants in parallel, and write a row for each."""
     limits = Limits(arguments.memory_gib * GIB, arguments.longest_s)
 
-    def one(mutant: Mutant) -> Result:
+    def run_one(mutant: Mutant) -> Result:
         reach = reaches.get(mutant.path.startswith(IN_VLLM))
         if reach is None:
             return Result(Outcome.NOT_RUN, "needs --vllm-python")
@@ -91,7 +90,7 @@ def run_all(chosen: list[Mutant], reaches: dict[bool, Reach], arguments: argpars
 
     threads = ThreadPoolExecutor(arguments.jobs)
     try:
-        running = {threads.submit(one, mutant): mutant for mutant in chosen}
+        running = {threads.submit(run_one, mutant): mutant for mutant in chosen}
         for number, done in enumerate(as_completed(running), 1):
             mutant, result = running[done], done.result()
             row = mutant._asdict() | result._asdict() | {"outcome": result.outcome.value}
@@ -108,7 +107,7 @@ def run_all(chosen: list[Mutant], reaches: dict[bool, Reach], arguments: argpars
 
 
 def report(rows: list[dict[str, Any]]) -> str:
-    """A table by room, and each mutant that was not killed."""
+    """Format a table by room, and each mutant that was not killed."""
     outcomes = [outcome.value for outcome in Outcome]
     counts = {name: Counter(row["outcome"] for row in rows if room(row["path"]) == name) for name in ROOMS}
     counts["all"] = Counter(row["outcome"] for row in rows)
@@ -124,16 +123,25 @@ def report(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--output", type=Path, required=True, help="for what is recorded; to go on, the same")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="folder for the records; the same folder continues a run"
+    )
     parser.add_argument("--seed", type=int, default=None)
-    parser.add_argument("--number", type=int, default=200, help="of mutants")
-    parser.add_argument("--only", action="append", default=[], help="part of a path: mutants of such files")
-    parser.add_argument("--again", type=Path, help="a mutants.jsonl: those of it that were not killed")
-    parser.add_argument("--tests", default="", help="which tests: an expression for pytest's -m")
-    parser.add_argument("--longest-s", type=float, default=math.inf, help="leave longer tests to --again")
+    parser.add_argument("--number", type=int, default=200, help="number of mutants")
+    parser.add_argument(
+        "--only", action="append", default=[], help="only files whose path contains this text"
+    )
+    parser.add_argument("--again", type=Path, help="a mutants.jsonl: run its mutants that were not killed")
+    parser.add_argument("--tests", default="", help="tests to run: an expression for pytest's -m")
+    parser.add_argument(
+        "--longest-s",
+        type=float,
+        default=math.inf,
+        help="omit tests that take longer (run them with --again)",
+    )
     parser.add_argument("--vllm-python", default=".venv-vllm/bin/python", help="made by `make vllm-env`")
-    parser.add_argument("--jobs", type=int, default=2, help="mutants at a time")
-    parser.add_argument("--memory-gib", type=int, default=16, help="addresses that a test may take")
+    parser.add_argument("--jobs", type=int, default=2, help="mutants in parallel")
+    parser.add_argument("--memory-gib", type=int, default=16, help="limit of a test's address space")
     arguments = parser.parse_args()
     seed = secrets.randbits(31) if arguments.seed is None else arguments.seed
     output = arguments.output = arguments.output.resolve()
@@ -161,7 +169,7 @@ def main() -> None:
             reach = reaches[in_vllm] = Reach(suite, output / "base")
             reach.gather()
             if reach.not_passed:
-                print(f"not passed, left out: {sorted(reach.not_passed)}", file=sys.stderr)
+                print(f"omitted, because they do not pass: {sorted(reach.not_passed)}", file=sys.stderr)
     run_all(todo, reaches, arguments)
 
     latest = {identity(row): row for row in read(output / "mutants.jsonl")}

@@ -1,12 +1,12 @@
-"""Builds the wheels and the sdist, looks into them, and installs the wheels into empty environments.
-
-Owns what a release must be: what is in it, what its page on PyPI shows, and what works in an environment
-that has nothing else. Knows nothing of how the package works but its commands. `make dist` runs it with the
-group `dist` of pyproject.toml; the files stay in dist/: the sdist, a wheel for every Python without kernels,
-and for each Python a wheel with compiled kernels, with which the first command compiles nothing.
+"""Builds wheels and sdist, checks their content, and tests the wheels in empty environments.
 
     python tools/packages.py [--pythons 3.10,3.13] [--numbas 0.65.0] [--torch 3.11] [--lowest 3.10] [--upload]
         [--kernels FOLDER]
+
+Owns the requirements of a release: its files, its page on PyPI, and the commands that must work in an empty
+environment. Knows nothing of the package except its commands. `make dist` runs it with the group `dist` of
+pyproject.toml. The files stay in dist/: the sdist, a wheel without kernels for every Python, and for each
+Python a wheel with compiled kernels, with which the first command compiles nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BESIDE_THE_CODE = (
 CITATION_CHECKER = "cffconvert==2.0.0"
 LIMIT_S = 900
 VLLM_PINS_NUMBA = "0.65.0"
-"""numba of vLLM 0.30 to 0.33."""
+"""Version of numba in vLLM 0.30 to 0.33."""
 TRACE = "".join(
     f'{{"timestamp":{n},"input_length":2048,"output_length":9,"hash_ids":[0,1,{n % 3 + 2},{9 + n % 15}]}}\n'
     for n in range(60)
@@ -56,12 +56,12 @@ event.register("numba:run_pass", passes)
 from kvoffload.cli.warm import compile_package
 print(compile_package(), len(passes.buffer))
 """
-"""Prints the number of all kernels, and the number of passes of numba's compiler that they took."""
+"""Prints the number of kernels, and the number of compiler passes that numba needed for them."""
 KERNELS_NAME = (
     "import sysconfig, numba;"
     "print(f'{sysconfig.get_config_var(\"SOABI\")}.numba-{numba.__version__}.kernels')"
 )
-"""Prints the name of the file with the kernels of an environment."""
+"""Prints the name of an environment's file of kernels."""
 WITH_TORCH = (
     "import numpy, torch, kvoffload; tier = kvoffload.MemoryTier(4, 256);"
     "cache = torch.arange(1024, dtype=torch.uint8).reshape(4, 256); kept = cache.clone();"
@@ -73,7 +73,7 @@ WITH_TORCH = (
 
 
 class Unfit(SystemExit):
-    """The package is not fit to be released; the text says why."""
+    """The package cannot be released; the message is the reason."""
 
 
 def main() -> None:
@@ -92,7 +92,7 @@ def main() -> None:
         for version in sorted({*arguments.pythons, *arguments.torch, *arguments.lowest}):
             python = interpreter(version)
             if python is None:
-                say(f"Python {version} is not here: not tried")
+                log(f"Python {version} is not installed: not tested")
                 continue
             best = wheel
             if version in arguments.pythons:
@@ -106,59 +106,63 @@ def main() -> None:
                 smoke(python, version, best, folder, torch=True)
             if version in arguments.lowest:
                 smoke(python, version, best, folder, lowest=True)
-    say(f"fit for release, after {time.monotonic() - started:.0f} s")
+    log(f"fit for release, after {time.monotonic() - started:.0f} s")
 
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for name, default, told in (
-        ("--pythons", ",".join(SUPPORTED), "for which kernels are compiled, and which are tried"),
+    for name, default, text in (
+        ("--pythons", ",".join(SUPPORTED), "versions of Python to compile kernels for, and to test"),
         (
             "--numbas",
             VLLM_PINS_NUMBA,
-            "versions of numba for which kernels are compiled, besides the newest; half a minute each",
+            "versions of numba to compile kernels for, besides the newest; half a minute each",
         ),
-        ("--torch", "", "that are tried with torch"),
-        ("--lowest", "", "that are tried with the lowest version of each dependency"),
+        ("--torch", "", "versions of Python to test with torch"),
+        ("--lowest", "", "versions of Python to test with the lowest version of each dependency"),
     ):
-        parser.add_argument(name, default=default, type=lambda text: [one for one in text.split(",") if one],
-                            help=f"{told}  [default: {default or 'none'}]")  # fmt: skip
+        parser.add_argument(
+            name,
+            default=default,
+            type=lambda value: [item for item in value.split(",") if item],
+            help=f"{text}  [default: {default or 'none'}]",
+        )
     parser.add_argument(
         "--kernels",
         type=Path,
         metavar="FOLDER",
-        help="take kernels from here that tools/record_kernels.py has compiled from this tree",
+        help="folder of kernels that tools/record_kernels.py compiled from this tree",
     )
-    parser.add_argument("--upload", action="store_true", help="refuse what may not go to PyPI yet")
+    parser.add_argument("--upload", action="store_true", help="also check that the release is ready for PyPI")
     return parser.parse_args()
 
 
 def built(source: Path, output: Path) -> tuple[Path, Path]:
-    """Wheel and sdist of a tree; the wheel is made from the sdist, as users' tools do it."""
+    """Build the sdist of a tree, and the wheel from the sdist, as users' tools do."""
     run(sys.executable, "-m", "build", "--outdir", str(output), str(source))
     (wheel,), (sdist,) = output.glob("*.whl"), output.glob("*.tar.gz")
-    say("built " + " and ".join(f"{one.name} ({one.stat().st_size >> 10} KiB)" for one in (wheel, sdist)))
+    log("built " + " and ".join(f"{file.name} ({file.stat().st_size >> 10} KiB)" for file in (wheel, sdist)))
     return wheel, sdist
 
 
 def look_into_wheel(wheel: Path) -> None:
-    """Every file of the package, its licence, and nothing else."""
+    """Check that the wheel contains every file of the package, the licence, and nothing else."""
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
-        beside = {name.partition("/")[2] for name in archive.namelist() if ".dist-info/" in name}
+        metadata_names = {name.partition("/")[2] for name in archive.namelist() if ".dist-info/" in name}
     tracked = run("git", "ls-files", "src", cwd=ROOT).split()
     wanted = {name.removeprefix("src/") for name in tracked}
     if held != wanted:
-        raise Unfit(f"the wheel lacks {sorted(wanted - held)}, and has {sorted(held - wanted)} too much")
-    if "kvoffload/py.typed" not in held or "licenses/LICENSE" not in beside:
+        raise Unfit(f"wheel: missing files {sorted(wanted - held)}, unexpected {sorted(held - wanted)}")
+    if "kvoffload/py.typed" not in held or "licenses/LICENSE" not in metadata_names:
         raise Unfit("the wheel lacks py.typed or its licence")
-    say(f"the wheel has the {len(held)} files of the package, py.typed among them, no tests")
+    log(f"the wheel has the {len(held)} files of the package, including py.typed, and no tests")
 
 
 def look_into_sdist(sdist: Path, wheel: Path, folder: Path) -> None:
-    """It builds, unpacked elsewhere, into the same wheel, byte by byte."""
+    """Check that the unpacked sdist builds the same wheel, byte by byte."""
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
         if sys.version_info >= (3, 12):
@@ -171,12 +175,12 @@ def look_into_sdist(sdist: Path, wheel: Path, folder: Path) -> None:
     (unpacked,) = (folder / "sdist").iterdir()
     again, _ = built(unpacked, folder / "again")
     if again.read_bytes() != wheel.read_bytes():
-        raise Unfit("the sdist builds into another wheel")
-    say("the sdist builds into the same wheel, byte by byte")
+        raise Unfit("the sdist builds a different wheel")
+    log("the sdist builds the same wheel, byte by byte")
 
 
 def look_at_page(wheel: Path, sdist: Path) -> None:
-    """What PyPI shows: it renders, and no link in it leads nowhere."""
+    """Check that the page on PyPI renders and has no broken link."""
     from readme_renderer import markdown
 
     run(sys.executable, "-m", "twine", "check", "--strict", str(wheel), str(sdist))
@@ -186,14 +190,14 @@ def look_at_page(wheel: Path, sdist: Path) -> None:
     known = ("http", *(f"#{anchor}" for anchor in re.findall(r'id="([^"]*)"', page)))
     relative = [link for link in re.findall(r'(?:href|src)="([^"]*)"', page) if not link.startswith(known)]
     if relative:
-        raise Unfit(f"links of the long description that lead nowhere on PyPI: {relative}")
-    say("the long description renders, and no link in it leads nowhere")
+        raise Unfit(f"the long description has links that are broken on PyPI: {relative}")
+    log("the long description renders, and has no broken link")
 
 
 def look_at_citation(wheel: Path, folder: Path) -> None:
-    """CITATION.cff follows its schema, and cites this version.
+    """Check that CITATION.cff follows its schema, and cites this version.
 
-    cffconvert has an environment of its own, because it needs jsonschema below 4, which the tests cannot use.
+    cffconvert runs in a separate environment, because it needs jsonschema below 4, and the tests do not.
     """
     home, citation = folder / "env-citation", ROOT / "CITATION.cff"
     run(sys.executable, "-m", "venv", str(home))
@@ -201,23 +205,23 @@ def look_at_citation(wheel: Path, folder: Path) -> None:
     run(str(home / "bin/cffconvert"), "--validate", "--infile", str(citation))
     text = citation.read_text()
     if f"\nversion: {metadata(wheel)['Version']}\n" not in text:
-        raise Unfit(f"CITATION.cff cites another version than {metadata(wheel)['Version']}")
-    say("CITATION.cff is valid")
+        raise Unfit(f"CITATION.cff does not cite version {metadata(wheel)['Version']}")
+    log("CITATION.cff is valid")
 
 
 def metadata(wheel: Path) -> Message:
-    """The package's metadata; the body is the long description."""
+    """Read the wheel's metadata; the body is the long description."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         return Parser().parsestr(archive.read(name).decode())
 
 
 def ready_to_upload(wheel: Path) -> None:
-    """What only people can decide is there: an address, a version that is in the change log."""
+    """Check the decisions of people: a repository address, and a released version in the change log."""
     data = metadata(wheel)
     missing = []
     if not data.get_all("Project-URL"):
-        missing.append("[project.urls] in pyproject.toml is empty: where is the repository?")
+        missing.append("[project.urls] in pyproject.toml is empty: add the repository")
     if f"## {data['Version']} (unreleased)" in (ROOT / "CHANGELOG.md").read_text():
         missing.append(f"CHANGELOG.md calls {data['Version']} unreleased")
     if missing:
@@ -225,12 +229,12 @@ def ready_to_upload(wheel: Path) -> None:
 
 
 def interpreter(version: str) -> str | None:
-    """A Python of that version: on the path, or one of pyenv's."""
+    """Find a Python of that version on the path or in pyenv."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    found = [shutil.which(f"python{version}"), *sorted(map(str, pyenv.glob(f"{version}.*/bin/python")))]
-    for candidate in filter(None, found):
-        asked = [candidate, "-c", "import sys, venv; print('%d.%d' % sys.version_info[:2])"]
-        answer = subprocess.run(asked, capture_output=True, text=True, check=False)
+    candidates = [shutil.which(f"python{version}"), *sorted(map(str, pyenv.glob(f"{version}.*/bin/python")))]
+    for candidate in filter(None, candidates):
+        command = [candidate, "-c", "import sys, venv; print('%d.%d' % sys.version_info[:2])"]
+        answer = subprocess.run(command, capture_output=True, text=True, check=False)
         if answer.stdout.strip() == version:
             return candidate
     return None
@@ -251,19 +255,17 @@ def lowest_versions(wheel: Path) -> list[str]:
 def with_kernels(
     python: str, version: str, wheel: Path, folder: Path, numbas: list[str], given: Path | None
 ) -> Path:
-    """Try the wheel in an empty environment, and compile its kernels there; return the wheel with kernels.
+    """Test the wheel in an empty environment, compile its kernels there, and return the wheel with kernels.
 
-    Kernels that are given are not compiled again; `first_replay` fails if they do not fit.
-
-    Where kernels cannot be made for a release, that is another processor or system than Linux on x86-64, this
-    is the wheel that was given, which compiles them at the first start.
+    Kernels in `given` are not compiled again; `first_replay` fails if they do not fit. On platforms other
+    than Linux on x86-64, returns the given wheel, which compiles its kernels at the first start.
     """
     home = smoke(python, version, wheel, folder, keep=True)
     if (sys.platform, os.uname().machine) != ("linux", "x86_64"):
-        say(f"no kernels for {sys.platform} on {os.uname().machine}: the first start compiles them")
+        log(f"no kernels for {sys.platform} on {os.uname().machine}: the first start compiles them")
         return wheel
     started = time.monotonic()
-    told = []
+    lines = []
     for numba in ("", *numbas):
         if numba:
             run(str(home / "bin/pip"), "install", "--quiet", f"numba=={numba}", cwd=folder)
@@ -271,37 +273,37 @@ def with_kernels(
         if given is not None and (given / own).is_file():
             (home / "kernels").mkdir(exist_ok=True)
             shutil.copy(given / own, home / "kernels")
-            told += [f"{own}: given"]
+            lines += [f"{own}: given"]
             continue
         recorder = str(ROOT / "tools/record_kernels.py")
-        told += [run(str(home / "bin/python"), recorder, str(home / "kernels"), cwd=folder).strip()]
+        lines += [run(str(home / "bin/python"), recorder, str(home / "kernels"), cwd=folder).strip()]
     best = platform_wheel(wheel, list((home / "kernels").iterdir()), version)
     shutil.rmtree(home)
     took = time.monotonic() - started
-    say(f"{best.name} ({best.stat().st_size >> 10} KiB): {'; '.join(told)}; {took:.0f} s")
+    log(f"{best.name} ({best.stat().st_size >> 10} KiB): {'; '.join(lines)}; {took:.0f} s")
     return best
 
 
 def look_into_platform_wheel(best: Path, wheel: Path) -> None:
-    """The files of the pure wheel and kernels, nothing else, with true digests."""
+    """Check that the wheel contains the files of the pure wheel and kernels, with correct digests."""
     with zipfile.ZipFile(best) as archive, zipfile.ZipFile(wheel) as pure:
         added = set(archive.namelist()) - set(pure.namelist())
         equal = [
             name for name in pure.namelist() if not name.endswith((".dist-info/WHEEL", ".dist-info/RECORD"))
         ]
         if not added or not all(name.startswith(FOLDER) for name in added):
-            raise Unfit(f"{best.name} has {sorted(added)} besides the files of the other wheel")
+            raise Unfit(f"{best.name}: unexpected files {sorted(added)}")
         if any(archive.read(name) != pure.read(name) for name in equal):
-            raise Unfit(f"{best.name} has other files than the wheel without kernels")
+            raise Unfit(f"{best.name}: files differ from the wheel without kernels")
     run(sys.executable, "-m", "twine", "check", "--strict", str(best))
 
 
 def first_replay(
     python: str, version: str, wheel: Path, folder: Path, numbas: list[str], *, torch: bool
 ) -> None:
-    """Install from dist/ into an empty environment: the first `kvoffload replay` compiles nothing.
+    """Install from dist/ into an empty environment; the first `kvoffload replay` must compile nothing.
 
-    Then the same with the other versions of numba, and with every kernel; at last with torch, if `torch`.
+    Repeats this with every kernel and the other versions of numba, and finally with torch, if `torch`.
     """
     home, seconds = folder / f"env-{version}-first", []
     run(python, "-m", "venv", str(home))
@@ -325,21 +327,21 @@ def first_replay(
             )
     if torch:
         run(str(home / "bin/pip"), "install", "--quiet", f"{wheel}[torch]", cwd=folder)
-        told = run(str(home / "bin/python"), "-I", "-c", WITH_TORCH, cwd=folder).strip()
-        say(f"Python {version}: {told}")
+        output = run(str(home / "bin/python"), "-I", "-c", WITH_TORCH, cwd=folder).strip()
+        log(f"Python {version}: {output}")
     shutil.rmtree(home)
-    which = ", ".join(
+    times = ", ".join(
         f"{took:.1f} s (numba {numba})" for took, numba in zip(seconds, ("newest", *numbas), strict=True)
     )
-    say(f"Python {version}: the first replay compiles nothing: {which}")
+    log(f"Python {version}: the first replay compiles nothing: {times}")
 
 
 def replayed(home: Path, folder: Path, **environment: str) -> None:
     """Replay a trace with the command of an environment; no block may be wrong."""
     own = str(home / "bin/kvoffload")
-    told = run(own, "replay", "trace.jsonl", "--capacity", "6", "--quiet", cwd=folder, **environment)
-    if not re.search(r"mismatches served +0", told):
-        raise Unfit(f"the replay says: {told}")
+    output = run(own, "replay", "trace.jsonl", "--capacity", "6", "--quiet", cwd=folder, **environment)
+    if not re.search(r"mismatches served +0", output):
+        raise Unfit(f"the replay served wrong blocks: {output}")
 
 
 def smoke(
@@ -352,10 +354,10 @@ def smoke(
     lowest: bool = False,
     keep: bool = False,
 ) -> Path:
-    """Install the wheel into an empty environment; run what a newcomer runs first. Returns the environment.
+    """Install the wheel into an empty environment, and run a new user's first commands.
 
-    With the lowest versions a replay compiles kernels, because none are shipped for the lowest numba. They
-    are not optimized, to save time.
+    Returns the environment. With the lowest versions a replay compiles kernels, because the wheel has none
+    for the lowest numba. They are not optimized, to save time.
     """
     started = time.monotonic()
     home = folder / f"env-{version}{'-torch' if torch else ''}{'-lowest' if lowest else ''}"
@@ -365,9 +367,9 @@ def smoke(
     run(str(home / "bin/pip"), "install", "--quiet", wanted, *pins, cwd=folder)
     run(str(home / "bin/pip"), "check", cwd=folder)
     own = str(home / "bin/kvoffload")
-    told = run(own, "--version", cwd=folder)
-    if str(metadata(wheel)["Version"]) not in told:
-        raise Unfit(f"--version says {told!r}")
+    output = run(own, "--version", cwd=folder)
+    if str(metadata(wheel)["Version"]) not in output:
+        raise Unfit(f"--version prints {output!r}")
     for command in (
         ("--help",),
         ("policies",),
@@ -383,17 +385,17 @@ def smoke(
         (folder / "trace.jsonl").write_text(TRACE)
         replayed(home, folder, NUMBA_OPT="0")
         if not list(home.rglob("*.nbi")):
-            raise Unfit("the replay has compiled nothing, but its wheel has no kernels for this numba")
-        names += ", a replay that compiles"
+            raise Unfit("the replay compiled nothing, but the wheel has no kernels for this numba")
+        names += ", a replay that compiles kernels"
     names += f", with {', '.join(pins)}" if lowest else ""
     if not keep:
         shutil.rmtree(home)
-    say(f"Python {version}: installs, starts ({names}), {time.monotonic() - started:.0f} s")
+    log(f"Python {version}: installs, starts ({names}), {time.monotonic() - started:.0f} s")
     return home
 
 
 def run(*command: str, cwd: Path | None = None, **environment: str) -> str:
-    """What a command prints. It sees nothing of this checkout, and of this environment what is given."""
+    """Run a command without variables of Python, kvoffload and numba; returns its output."""
     outside = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))
     }
@@ -414,7 +416,7 @@ def run(*command: str, cwd: Path | None = None, **environment: str) -> str:
     return done.stdout
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     print(f"packages: {text}", flush=True)
 
 

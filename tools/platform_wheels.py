@@ -1,7 +1,7 @@
-"""Makes a platform wheel out of the pure wheel: the same files, and compiled kernels for one Python.
+"""Makes a platform wheel from the pure wheel: the same files, and compiled kernels for one Python.
 
-Owns how a wheel with kernels is named and put together. Knows nothing of what kernels are:
-tools/record_kernels.py compiles and packs them, in an environment with the pure wheel.
+Owns name and layout of a wheel with kernels. Knows nothing about kernels: tools/record_kernels.py compiles
+and packs them, in an environment with the pure wheel.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 PLATFORM = "manylinux_2_17_x86_64"
-"""The files need no C library themselves; numba's own wheels need a newer one."""
+"""The kernels need no C library; numba's wheels need a newer one than this tag."""
 FOLDER = "kvoffload/structures/compiled"
 
 
@@ -58,7 +58,7 @@ def _add(target: zipfile.ZipFile, entry: zipfile.ZipInfo, data: bytes) -> tuple[
 
 
 def _beside(other: zipfile.ZipInfo, name: str) -> zipfile.ZipInfo:
-    """An entry with the time and mode of another one."""
+    """Make an entry with the time and mode of `other`."""
     entry = zipfile.ZipInfo(name, other.date_time)
     entry.external_attr = other.external_attr
     return entry

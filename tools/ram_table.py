@@ -3,7 +3,7 @@
     python tools/ram_table.py
 
 tests/docs/test_operators.py compares the page with this table. The bytes of a token come from
-`kvoffload.model`, the prefill speed from `kvoffload.simulate.classes`; memory and parameters are below.
+`kvoffload.model`, the prefill speed from `kvoffload.simulate.classes`. Memory and parameters are listed here.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Compiles every kernel of the installed package for the baseline, and packs them into a file for a wheel.
-
-Runs in an environment that has the package and the numba to compile with. tools/packages.py starts it for the
-wheel; .ci/run starts it once for each numba, and packages.py then takes these files (``--kernels``).
+"""Compiles every kernel of the installed package for the baseline processor, and packs them into a file.
 
     python tools/record_kernels.py FOLDER
+
+Runs in an environment with the package and one version of numba. tools/packages.py runs it for a wheel;
+.ci/run runs it once for each numba, and packages.py then uses these files (``--kernels``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def record(folder: Path) -> None:
     count = compile_package()
     if len(recorded) != count:
         raise SystemExit(
-            f"{count} kernels, but {len(recorded)} were compiled: {shipped.FOLDER} has the others"
+            f"{len(recorded)} of {count} kernels were compiled: the others are in {shipped.FOLDER}"
         )
     path = shipped.write(folder, kernel_cache.digest_of_sources(), recorded)
     print(f"{path.name}: {count} kernels, {path.stat().st_size / 1e6:.1f} MB")

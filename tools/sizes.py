@@ -1,4 +1,4 @@
-"""How large the package is: lines by room, and what is longest. CI prints it; nothing depends on it.
+"""Size of the package: lines by room, longest files and functions. CI prints it; nothing depends on it.
 
 python tools/sizes.py
 """
@@ -14,7 +14,6 @@ LONGEST = 8
 
 
 def main() -> None:
-    """Print the report."""
     rooms, files, functions = Counter[str](), Counter[str](), Counter[str]()
     for path in sorted(PACKAGE.rglob("*.py")):
         text, name = path.read_text(), str(path.relative_to(PACKAGE))

@@ -6,11 +6,10 @@
     pip download --no-deps --only-binary :all: --dest wheels vllm==0.33.0
     python tools/vllm_signatures.py wheels/*.whl > tests/vllm_interfaces/signatures.json
 
-Reads the source in wheels (105 to 336 MB each), or in directories that hold a package ``vllm``; imports
-nothing of it. Records names only: the methods of the classes that we implement or build on, with their
-parameters, the fields of the plain values that pass between them, and the functions that we call, each as a
-member of its module. One line for each form, with the versions that have it; so what differs between two
-versions is what a reader sees.
+Reads the source in wheels (105 to 336 MB each), or in directories with a package ``vllm``, without importing
+it. Records names only: methods and parameters of the classes that we implement or extend; fields of the
+values passed between them; functions that we call, as members of their modules. Each form has one line with
+its versions, so that a diff shows the differences between versions.
 """
 
 from __future__ import annotations
@@ -79,21 +78,21 @@ WATCHED = {
     ),
     f"{_CONNECTOR}/v1/offloading/worker.py": ("OffloadingConnectorWorker",),
 }
-"""File in the package -> classes and functions that are recorded, where a version has them."""
+"""File in the package -> recorded classes and functions, if the version has them."""
 
 BUILT_ON = ("BlockPool", "OffloadingConnectorScheduler")
-"""Classes of which we also use what is private."""
+"""Classes whose private members we also use."""
 
 Forms: TypeAlias = dict[str, dict[str, str]]
-"""Class, or module by its dotted name -> member -> its form: parameters of a function (``abstractmethod`` and
-so on before them), ``field`` or ``value``."""
+"""Class, or dotted name of a module -> member -> form: parameters of a function (after ``abstractmethod`` and
+so on), ``field`` or ``value``."""
 
 
 def forms_in(source: str, module: str, wanted: Iterable[str]) -> Forms:
-    """The classes and functions of a module, as far as its text tells."""
+    """Return the forms of a module's classes and functions, from its source text."""
     kinds = (ast.ClassDef, ast.FunctionDef)
     body = [node for node in ast.parse(source).body if isinstance(node, kinds) and node.name in wanted]
-    found: Forms = {
+    classes: Forms = {
         node.name: {
             name: form
             for name, form in _members(node.body)
@@ -103,7 +102,7 @@ def forms_in(source: str, module: str, wanted: Iterable[str]) -> Forms:
         if isinstance(node, ast.ClassDef)
     }
     functions = dict(_members(node for node in body if isinstance(node, ast.FunctionDef)))
-    return found | ({module: functions} if functions else {})
+    return classes | ({module: functions} if functions else {})
 
 
 def _members(body: Iterable[ast.AST]) -> Iterator[tuple[str, str]]:
@@ -119,20 +118,20 @@ def _members(body: Iterable[ast.AST]) -> Iterator[tuple[str, str]]:
 
 
 def parameters(given: ast.arguments) -> list[str]:
-    """Names, ``=`` after those that have a default, ``*`` before those that are only taken by name."""
+    """List parameter names, with ``=`` after a name with default, and ``*`` before keyword-only names."""
     positional = [*given.posonlyargs, *given.args]
     required = len(positional) - len(given.defaults)
-    names = [one.arg + ("=" if row >= required else "") for row, one in enumerate(positional)]
+    names = [argument.arg + ("=" if row >= required else "") for row, argument in enumerate(positional)]
     if given.vararg or given.kwonlyargs:
         names.append("*" + (given.vararg.arg if given.vararg else ""))
     pairs = zip(given.kwonlyargs, given.kw_defaults, strict=True)
-    names += [one.arg + ("=" if default is not None else "") for one, default in pairs]
+    names += [argument.arg + ("=" if default is not None else "") for argument, default in pairs]
     return names + ([f"**{given.kwarg.arg}"] if given.kwarg else [])
 
 
 def read(place: Path) -> tuple[str, Forms]:
-    """The minor version (``0.32``) of a wheel or of an installed package, and its forms."""
-    found: Forms = {}
+    """Read the minor version (``0.32``) of a wheel or of an installed package, and its forms."""
+    forms: Forms = {}
     if place.is_dir():
         texts = {name: (place / name).read_text() for name in WATCHED if (place / name).exists()}
         version = re.search(r"__version__ = .*'([\d.]+)", (place / "vllm/_version.py").read_text())
@@ -144,12 +143,12 @@ def read(place: Path) -> tuple[str, Forms]:
             inside = set(archive.namelist())
             texts = {name: archive.read(name).decode() for name in WATCHED if name in inside}
     for name, text in texts.items():
-        found |= forms_in(text, name.removesuffix(".py").replace("/", "."), WATCHED[name])
-    return ".".join(number.split(".")[:2]), found
+        forms |= forms_in(text, name.removesuffix(".py").replace("/", "."), WATCHED[name])
+    return ".".join(number.split(".")[:2]), forms
 
 
 def merge(versions: dict[str, Forms]) -> dict[str, dict[str, dict[str, list[str]]]]:
-    """Class or module -> member -> form -> the versions that have it so."""
+    """Merge to: class or module -> member -> form -> versions with this form."""
     merged: dict[str, dict[str, dict[str, list[str]]]] = {}
     for version in sorted(versions, key=lambda text: tuple(map(int, text.split(".")))):
         for class_, members in sorted(versions[version].items()):

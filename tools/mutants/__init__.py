@@ -1,1 +1,1 @@
-"""Parts of tools/mutation.py: `make` has the mutants, `reach` which tests notice one, `trial` runs it."""
+"""Parts of tools/mutation.py: `make` makes mutants, `reach` selects their tests, `trial` runs these."""

@@ -1,6 +1,6 @@
-"""Mutants of a source tree: all that there are, which of them can matter, and some drawn by a seed.
+"""Mutants of a source tree: all places where a change can matter, and a random choice by seed.
 
-cosmic-ray makes them. Owns the choice, and one operator that cosmic-ray lacks. Runs nothing.
+cosmic-ray makes the mutants. Owns the choice, and an operator that cosmic-ray lacks. Runs nothing.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from cosmic_ray.operators.operator import Operator
 from parso.python.tree import Keyword
 
 _NOT_USED = ("VariableReplacer", "VariableInserter", "RemoveDecorator", "_Is", "_IsNot", "_Delete_UAdd")
-"""Ends of names. The first two draw by chance; what the third makes does not import; ``is`` for ``==`` is a
-question to the interpreter, not to us."""
+"""Suffixes of unused operators. The first two are random; mutants of the third cannot be imported; ``is`` for
+``==`` depends on the interpreter."""
 _TURNED = ("Is_IsNot", "IsNot_Is")
 REMOVE_STATEMENT = "RemoveStatement"
 
 Span = tuple[tuple[int, int], tuple[int, int]]
-"""(line, column) of the first character, and behind the last one; lines from 1, columns from 0."""
+"""(line, column) of the first character, and behind the last character; lines from 1, columns from 0."""
 
 
 class Mutant(NamedTuple):
-    """One change of one file.
+    """A change of a file.
 
     Attributes:
-        path: of the file, below the root of the tree.
-        line: the first one that it changes.
-        operator, occurrence: what cosmic-ray calls it: the `occurrence`-th place of the file for `operator`.
-        source: the whole file, changed.
-        diff: from what it was.
+        path: path of the file, relative to the root of the tree.
+        line: the first changed line.
+        operator, occurrence: cosmic-ray's identity: the `occurrence`-th place of `operator` in the file.
+        source: the whole changed file.
+        diff: difference from the original file.
     """
 
     path: str
@@ -49,20 +49,20 @@ class Mutant(NamedTuple):
 
 
 class RemoveStatement(Operator):  # type: ignore[misc]
-    """Puts ``pass`` for a call, an assignment to what outlives the function, or a ``raise``."""
+    """Replaces a call, an assignment that outlives the function, or a ``raise`` with ``pass``."""
 
     def mutation_positions(self, node: Any) -> Iterator[Span]:
-        """Where the statement is."""
+        """Yield the span of the statement."""
         if node.parent is not None and node.parent.type == "simple_stmt" and _has_effect(node):
             yield node.start_pos, node.end_pos
 
     def mutate(self, node: Any, index: int) -> Any:
-        """The statement's place taken by ``pass``."""
+        """Return ``pass`` for the statement."""
         return Keyword("pass", node.start_pos, node.get_first_leaf().prefix)
 
     @classmethod
     def examples(cls) -> Sequence[Any]:
-        """None: they are in our tests."""
+        """Return none: our tests have them."""
         return ()
 
 
@@ -80,57 +80,56 @@ _AUGMENTED = {sign + "=" for sign in ("+", "-", "*", "/", "//", "%", "**", ">>",
 
 @functools.cache
 def operators() -> dict[str, Any]:
-    """Name -> operator, in one order always."""
-    found = {}
+    """Return name -> operator, in constant order."""
+    by_name = {}
     for name in sorted(cosmic_ray.plugins.operator_names()):
         if not name.endswith(_NOT_USED) or name.endswith(_TURNED):
-            found[name] = cosmic_ray.plugins.get_operator(name)()
-    found[REMOVE_STATEMENT] = RemoveStatement()
-    return found
+            by_name[name] = cosmic_ray.plugins.get_operator(name)()
+    by_name[REMOVE_STATEMENT] = RemoveStatement()
+    return by_name
 
 
 def places(source: str) -> dict[Span, list[tuple[str, int]]]:
-    """Where a change of a source may matter; each place with the operators and occurrences for it."""
+    """Find the places where a change can matter; returns the operators and occurrences of each."""
     nodes = list(ast_nodes(get_ast(source)))
     cannot_matter = left_out(ast.parse(source))
-    found: dict[Span, list[tuple[str, int]]] = {}
+    by_span: dict[Span, list[tuple[str, int]]] = {}
     for name, operator in operators().items():
         spans = (span for node in nodes for span in operator.mutation_positions(node))
         for occurrence, (first, last) in enumerate(spans):
             if not any(begin <= first and last <= end for begin, end in cannot_matter):
-                found.setdefault((first, last), []).append((name, occurrence))
-    return found
+                by_span.setdefault((first, last), []).append((name, occurrence))
+    return by_span
 
 
 def left_out(tree: ast.AST) -> list[Span]:
-    """Parts of a source in which a change cannot matter to who uses it.
+    """Find the parts of a source in which a change cannot matter to users.
 
-    Annotations; texts and what is put into them; the arguments of an exception or a warning; ``__repr__``;
-    what only type checkers read; and asking for memory before it is needed, without which everything is only
-    slower.
+    Annotations; f-strings; the arguments of an exception or a warning; ``__repr__``; code for type checkers;
+    and prefetching of memory, which affects only speed.
     """
-    found: list[Span] = []
+    spans: list[Span] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
             is_alias = isinstance(node.annotation, ast.Name) and node.annotation.id == "TypeAlias"
-            found.append(_span(node if is_alias else node.annotation))
+            spans.append(_span(node if is_alias else node.annotation))
         elif isinstance(node, ast.JoinedStr):
-            found.append(_span(node))
+            spans.append(_span(node))
         elif isinstance(node, ast.Call):
             called = _name(node.func)
             if called.endswith("Error") or called == "warn":
-                found.append((_span(node.func)[1], _span(node)[1]))
+                spans.append((_span(node.func)[1], _span(node)[1]))
         elif isinstance(node, ast.If) and _name(node.test) == "TYPE_CHECKING":
-            found.append(_span(node))
+            spans.append(_span(node))
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             if _name(node.value.func).strip("_") == "prefetch":
-                found.append(_span(node))
+                spans.append(_span(node))
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             if node.returns is not None:
-                found.append(_span(node.returns))
+                spans.append(_span(node.returns))
             if node.name in ("__repr__", "_prefetch", "populate"):
-                found.append(_span(node))
-    return found
+                spans.append(_span(node))
+    return spans
 
 
 def _span(node: Any) -> Span:
@@ -142,7 +141,7 @@ def _name(node: ast.expr) -> str:
 
 
 def make(root: Path, path: str, line: int, operator: str, occurrence: int) -> Mutant | None:
-    """This mutant; None if it is no Python, or no other program."""
+    """Make a mutant; None if it is not valid Python, or not a different program."""
     before = (root / path).read_text()
     source = mutate_code(before, operators()[operator], occurrence)
     if source is None:
@@ -157,15 +156,15 @@ def make(root: Path, path: str, line: int, operator: str, occurrence: int) -> Mu
 
 
 def choose(root: Path, paths: Sequence[str], number: int, seed: int) -> Iterator[Mutant]:
-    """Draw mutants of these files: first a place, each as likely as any other, then what happens there.
+    """Draw mutants of these files: first a place, all equally likely, then a change at this place.
 
-    The first `n` are the same for every `number`. No place is drawn twice.
+    The first `n` mutants do not depend on `number`. No place is drawn twice.
     """
     drawn = random.Random(seed)
     everywhere = []
     for path in sorted(paths):
-        found = places((root / path).read_text())
-        everywhere += [(path, span[0][0], found[span]) for span in sorted(found)]
+        by_span = places((root / path).read_text())
+        everywhere += [(path, span[0][0], by_span[span]) for span in sorted(by_span)]
     drawn.shuffle(everywhere)
     for path, line, ways in everywhere:
         mutant = make(root, path, line, *drawn.choice(ways))

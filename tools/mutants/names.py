@@ -1,8 +1,8 @@
-"""Who in a source tree uses what, by name: for what coverage.py cannot follow.
+"""Uses of names in a source tree, for code that coverage.py cannot trace.
 
-A kernel runs as machine code, a constant is read when a module is imported: no test is seen to reach them. It
-is seen to reach the functions that mention them. Names are taken as they are written: two things of one name
-count as one, which costs a few tests or kernels more, and misses none.
+A kernel runs as machine code, and a constant is read on import: coverage.py sees no test reach them, but it
+sees tests reach the functions that mention them. Names are compared as text: two definitions with the same
+name count as one. This adds a few tests or kernels, and misses none.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ class Definition(NamedTuple):
     """A function, or a statement of a module or a class.
 
     Attributes:
-        path: of its file, below the root.
-        names: what it defines; a statement of a class also stands for the class.
-        lines: first and last.
+        path: path of its file, relative to the root.
+        names: defined names; for a statement of a class also the name of the class.
+        lines: first and last line.
         body: first and last line of a function's body; None for a statement.
         mentions: every name in it.
-        is_kernel, is_inline: how `structures.jit` compiles it.
+        is_kernel, is_inline: compiled by `structures.jit` as a kernel, or inlined into kernels.
     """
 
     path: str
@@ -35,13 +35,13 @@ class Definition(NamedTuple):
 
     @property
     def is_traced(self) -> bool:
-        """Whether coverage.py sees it run."""
+        """True if coverage.py can trace it."""
         return self.body is not None and not self.is_kernel and not self.is_inline
 
 
 def definitions(root: Path) -> list[Definition]:
-    """Of all files."""
-    found: list[Definition] = []
+    """Return the definitions of all files."""
+    result: list[Definition] = []
     for file in sorted(root.rglob("*.py")):
         tree = ast.parse(file.read_text())
         real = {
@@ -51,8 +51,8 @@ def definitions(root: Path) -> list[Definition]:
             for alias in node.names
             if alias.asname
         }
-        found += _of_block(str(file.relative_to(root)), tree.body, (), real)
-    return found
+        result += _of_block(str(file.relative_to(root)), tree.body, (), real)
+    return result
 
 
 def _of_block(
@@ -84,27 +84,27 @@ def _mentioned(tree: ast.AST) -> Iterator[str]:
 
 
 def imports(file: Path) -> frozenset[str]:
-    """What a file imports from others, by the names that they have there."""
-    found = (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom))
-    return frozenset(alias.name for node in found for alias in node.names)
+    """Return the names that a file imports from other modules, without aliases."""
+    nodes = (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom))
+    return frozenset(alias.name for node in nodes for alias in node.names)
 
 
 def at(known: Iterable[Definition], path: str, line: int) -> Definition | None:
-    """The definition in which a line is; None for an import, or a class's own first line."""
-    for one in known:
-        if one.path == path and one.lines[0] <= line <= one.lines[1]:
-            return one
+    """Find the definition that contains a line; None for an import, or the first line of a class."""
+    for definition in known:
+        if definition.path == path and definition.lines[0] <= line <= definition.lines[1]:
+            return definition
     return None
 
 
 def users(known: Iterable[Definition], used: Definition) -> list[Definition]:
-    """What mentions a definition, or mentions what does: up to functions that coverage.py sees run."""
-    found: list[Definition] = []
-    names, left = set(used.names), [one for one in known if one is not used]
+    """Find direct and indirect users of a definition, up to functions that coverage.py can trace."""
+    result: list[Definition] = []
+    names, candidates = set(used.names), [definition for definition in known if definition is not used]
     while True:
-        more = [one for one in left if one.mentions & names]
-        if not more:
-            return found
-        found += more
-        left = [one for one in left if one not in more]
-        names.update(*(one.names for one in more if not one.is_traced))
+        new = [definition for definition in candidates if definition.mentions & names]
+        if not new:
+            return result
+        result += new
+        candidates = [definition for definition in candidates if definition not in new]
+        names.update(*(definition.names for definition in new if not definition.is_traced))

@@ -1,7 +1,7 @@
-"""Which tests can notice a mutant: those that run the line, or a function that uses what is on it.
+"""Selection of the tests that can notice a mutant: tests that run its line, or a function that uses it.
 
-Owns the record of one run of all tests over the sources as they are: what each reached, how long it took, and
-which did not pass. Tests that come later are added to it.
+Owns the record of one run of all tests over the original sources: the lines that each test reached, its
+duration, and the tests that did not pass. New tests are added to the record.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ context = ${{{RUNNING_TEST}-}}
 sigterm = true
 """
 _START = "import coverage\ncoverage.process_startup()\n"
-"""As `sitecustomize`: measures in every Python that a test starts."""
+"""Content of `sitecustomize`: measures coverage in every Python process of a test."""
 
 
 class Suite(NamedTuple):
-    """Some tests, and the Python that runs them.
+    """A set of tests, and the Python that runs them.
 
     Attributes:
-        where, options: for pytest: where they are, and which of those.
-        root: of the repository.
-        directory: for what is recorded of them.
+        where, options: pytest's arguments: paths, and options that select tests.
+        root: root of the repository.
+        directory: folder of the record.
     """
 
     python: str
@@ -48,20 +48,20 @@ class Suite(NamedTuple):
     directory: Path
 
     def command(self, journal: Path, temporary: Path) -> list[str]:
-        """Runs tests of the files that are added to it."""
+        """Return a command that runs the tests of the files appended to it."""
         return [
             self.python, "-m", "pytest", "-p", "mutants.watch", "-p", "no:cacheprovider", "-q", "--no-header",
             "--hypothesis-seed=0", "--journal", str(journal), "--basetemp", str(temporary), *self.options,
         ]  # fmt: skip
 
-    def environment(self, *path: Path, **more: str) -> dict[str, str]:
-        """In which Python finds what is in `path`, before anything that is installed."""
-        found = os.pathsep.join(map(str, (*path, BENCH)))
-        return {**os.environ, "PYTHONPATH": found, "PYTHONHASHSEED": "0", **more}
+    def environment(self, *path: Path, **variables: str) -> dict[str, str]:
+        """Return the environment in which Python imports from `path` before installed packages."""
+        search_path = os.pathsep.join(map(str, (*path, BENCH)))
+        return {**os.environ, "PYTHONPATH": search_path, "PYTHONHASHSEED": "0", **variables}
 
 
 class Reach:
-    """What each test reaches in `source`, a directory that has the package."""
+    """The lines that each test reaches in `source`, a directory with the package."""
 
     def __init__(self, suite: Suite, source: Path) -> None:
         self.suite, self._source = suite, source
@@ -71,11 +71,11 @@ class Reach:
         self._lines: dict[str, dict[int, list[str]]] = {}
         self._imported: dict[str, frozenset[str]] = {}
         self.wall_s: dict[str, float] = {}
-        """The tests that pass, and how long each takes."""
+        """Duration of each passing test."""
         self.not_passed: set[str] = set()
 
     def gather(self) -> None:
-        """Run the tests that are not in the record. Raises `RuntimeError` when they cannot be run."""
+        """Run the tests that are not in the record. Raises `RuntimeError` if pytest fails."""
         directory = self.suite.directory
         (directory / "reached").mkdir(parents=True, exist_ok=True)
         self._settings.write_text(f"{_COVERAGE}data_file = {directory / 'reached' / 'lines'}\n")
@@ -89,7 +89,7 @@ class Reach:
                 command, cwd=self.suite.root, env=environment, stdout=log, stderr=log
             ).returncode
         if code not in (0, 1, 5):  # passed, some failed, none to run
-            raise RuntimeError(f"the tests cannot be run: see {directory / 'log'}")
+            raise RuntimeError(f"pytest ended with {code}: see {directory / 'log'}")
         self._read()
 
     def _read(self) -> None:
@@ -99,7 +99,7 @@ class Reach:
         measured.save()
         data = measured.get_data()
         for file in map(Path, data.measured_files()):
-            # Some tests start a Python of the checkout itself, which no mutant gets into.
+            # Some tests run the code of the checkout itself, which contains no mutant.
             if file.is_relative_to(self._source):
                 self._lines[str(file.relative_to(self._source))] = data.contexts_by_lineno(str(file))
         rows = read(self._journal)
@@ -113,30 +113,41 @@ class Reach:
     # ---- questions
 
     def compiled_into(self, path: str, line: int) -> list[Definition]:
-        """The kernels that are other machine code when this line is another."""
+        """Find the kernels whose machine code depends on this line."""
         if path.endswith("structures/jit.py"):
-            return [one for one in self._known if one.is_kernel]
-        place = names.at(self._known, path, line)
-        return [one for one in [place, *names.users(self._known, place)] if one.is_kernel] if place else []
+            return [definition for definition in self._known if definition.is_kernel]
+        changed = names.at(self._known, path, line)
+        if changed is None:
+            return []
+        return [
+            definition for definition in [changed, *names.users(self._known, changed)] if definition.is_kernel
+        ]
 
     def tests(self, path: str, line: int) -> list[str]:
-        """Tests that can notice a change of this line, the quickest first."""
-        place = names.at(self._known, path, line)
-        if place is None:
+        """Find the tests that can notice a change of this line, the fastest first."""
+        changed = names.at(self._known, path, line)
+        if changed is None:
             return self._sorted(self._that_ran(path, range(1, 1 << 20)))
         ran: set[str] = set()
-        if place.is_traced and self._body(place):
-            ran = self._that_ran(path, _statement(self._source / path, line, place))
+        if changed.is_traced and self._body(changed):
+            ran = self._that_ran(path, _statement(self._source / path, line, changed))
             if "" not in ran:
                 return self._sorted(ran)
-        # It runs when modules are imported, or unseen.
-        users = names.users(self._known, place)
-        unseen = {name for one in (place, *users) if one is place or not one.is_traced for name in one.names}
+        # The line runs on import, or untraced.
+        users = names.users(self._known, changed)
+        unseen = {
+            name
+            for definition in (changed, *users)
+            if definition is changed or not definition.is_traced
+            for name in definition.names
+        }
         ran |= {test for test in self.wall_s if self._imports(test.split("::")[0]) & unseen}
-        return self._sorted(ran.union(*(self._body(one) for one in users if one.is_traced)))
+        return self._sorted(
+            ran.union(*(self._body(definition) for definition in users if definition.is_traced))
+        )
 
     def _imports(self, test_file: str) -> frozenset[str]:
-        """Names that a file of tests imports: it may call a kernel itself."""
+        """Return the names that a test file imports, because it may call a kernel directly."""
         if test_file not in self._imported:
             self._imported[test_file] = names.imports(self.suite.root / test_file)
         return self._imported[test_file]
@@ -149,24 +160,24 @@ class Reach:
         return {test for line, tests in measured.items() if line in lines for test in tests}
 
     def _body(self, function: Definition) -> set[str]:
-        """Tests that ran some of it; not its ``def``, which runs when it is imported."""
+        """Return the tests that ran lines of its body; the ``def`` runs on import."""
         first, last = function.body or function.lines
         return self._that_ran(function.path, range(first, last + 1)) - {""}
 
 
 def _statement(file: Path, line: int, place: Definition) -> range:
-    """Lines of the statement that a line belongs to: coverage.py may see it run at another one.
+    """Return the lines of the statement at a line, because coverage.py may record another of its lines.
 
-    Of a statement with a block those before the block; of a function's head all of its body.
+    For a statement with a block: the lines before the block. For the head of a function: its whole body.
     """
     first, last = place.body or place.lines
     if line < first:
         return range(first, last + 1)
-    found = range(line, line + 1)
+    lines = range(line, line + 1)
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or 0):
             block = getattr(node, "body", None)
             end = block[0].lineno if block else (node.end_lineno or 0) + 1
-            # Walked from the outside in: the last one is the innermost.
-            found = range(node.lineno, max(end, node.lineno + 1)) if line < end else found
-    return found
+            # `ast.walk` goes from the outside in: the last match is the innermost.
+            lines = range(node.lineno, max(end, node.lineno + 1)) if line < end else lines
+    return lines

@@ -1,8 +1,8 @@
-"""One mutant against the tests that can notice it, in a copy of the sources.
+"""Trial of a mutant: runs the tests that can notice it, in a copy of the sources.
 
-Kernels take half a minute to compile, all of them, so a copy brings those of the sources along. numba asks a
-file's size and time whether its kernels still hold, and `structures.jit` asks the times of all: here a mutant
-keeps both (the end of each file is padding), and the kernels that it is compiled into are deleted.
+All kernels take half a minute to compile, so a copy includes the compiled kernels. numba validates kernels by
+the size and time of their file, `structures.jit` by the times of all files. Therefore a mutant keeps size and
+time (each file ends with padding), and only kernels that contain the mutant are deleted.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from mutants.watch import read
 _PADDING_BYTES = 512
 STAMP = Path("kvoffload/structures/__pycache__/kernels.stamp")
 _FIRST_TEST_S, HANG_S, _HANG_FACTOR = 600.0, 120.0, 10.0
-"""How long it takes to the first test, at most: kernels compile. And a test that takes so long, and so many
-times what it took before, hangs."""
+"""Time limit to the first test, which includes compilation of kernels. A test hangs after `HANG_S` plus
+`_HANG_FACTOR` times its recorded duration."""
 
 
 class Outcome(enum.Enum):
-    """What became of a mutant."""
+    """Outcome of a trial."""
 
     KILLED = "killed"
     TIMEOUT = "timeout"
@@ -46,8 +46,8 @@ class Result(NamedTuple):
     """An outcome.
 
     Attributes:
-        by: the test that failed or hangs, or what else ended it.
-        num_tests: how many ended.
+        by: the test that failed or hung, or another reason.
+        num_tests: number of finished tests.
     """
 
     outcome: Outcome
@@ -57,11 +57,11 @@ class Result(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What a run is limited to.
+    """Limits of a trial.
 
     Attributes:
-        max_memory_bytes: addresses that a test may take.
-        longest_s: tests that took longer before are left out.
+        max_memory_bytes: limit of a test's address space.
+        longest_s: tests with a longer recorded duration are omitted.
     """
 
     max_memory_bytes: int
@@ -69,7 +69,7 @@ class Limits(NamedTuple):
 
 
 def prepare(source: Path, base: Path) -> None:
-    """A copy of the sources for `run`. Raises `RuntimeError` when there is one already, of others."""
+    """Copy the sources for `run`. Raises `RuntimeError` if `base` is a copy of other sources."""
     files = [file for file in sorted(source.rglob("*")) if file.is_file() and "__pycache__" not in file.parts]
     for file in files:
         copied, content = base / file.relative_to(source), file.read_bytes()
@@ -79,11 +79,11 @@ def prepare(source: Path, base: Path) -> None:
             if file.suffix == ".py":
                 _rewrite(copied, content, len(content) + _PADDING_BYTES)
         elif not copied.read_bytes().startswith(content):
-            raise RuntimeError(f"{file} has changed since {base} was made: begin in an empty directory")
+            raise RuntimeError(f"{file} has changed since {base} was copied: use an empty directory")
 
 
 def _rewrite(file: Path, content: bytes, size: int) -> None:
-    """Other content, with the file's time, of this size."""
+    """Replace the content, padded to `size`; keeps the file's time."""
     times = file.stat()
     file.write_bytes(content + b"#" * (size - len(content)))
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -111,9 +111,9 @@ def place(mutant: Mutant, reach: Reach, base: Path, source: Path) -> None:
 
 
 def run(mutant: Mutant, reach: Reach, base: Path, limits: Limits) -> Result:
-    """Run the tests until one fails. A test that hangs, or crashes Python, is one that fails.
+    """Run the tests until a test fails, hangs or crashes Python.
 
-    The one that failed runs once more, alone: if it passes, it did not fail because of the mutant.
+    The failed test runs once more, alone. If it then passes, it is ignored, and the other tests continue.
     """
     reached_by = reach.tests(mutant.path, mutant.line)
     if not reached_by:
@@ -128,7 +128,7 @@ def run(mutant: Mutant, reach: Reach, base: Path, limits: Limits) -> Result:
             result = _run_tests(tests, work, reach, limits)
             if result.by not in tests or _run_tests([result.by], work, reach, limits).by == result.by:
                 break
-            print(f"failed once, and not again: {result.by}", file=sys.stderr)
+            print(f"flaky, ignored: {result.by}", file=sys.stderr)
             tests.remove(result.by)
     return result._replace(seconds=round(time.monotonic() - begun, 1))
 
@@ -148,7 +148,7 @@ def _run_tests(tests: list[str], work: Path, reach: Reach, limits: Limits) -> Re
             resource.prlimit(child.pid, resource.RLIMIT_AS, (limits.max_memory_bytes,) * 2)
             hangs = _wait(child, journal, reach.wall_s)
         finally:
-            # Also what the tests have left behind.
+            # Also processes that tests left behind.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
@@ -159,7 +159,7 @@ def _run_tests(tests: list[str], work: Path, reach: Reach, limits: Limits) -> Re
 
 
 def _wait(child: subprocess.Popen[bytes], journal: Path, wall_s: dict[str, float]) -> bool:
-    """Until it ends, or a test hangs: then True."""
+    """Wait until the process ends or a test hangs; returns True if it hangs."""
     size, since, limit_s = 0, time.monotonic(), _FIRST_TEST_S
     while child.poll() is None:
         time.sleep(0.2)
@@ -181,7 +181,7 @@ def _judge(rows: list[dict[str, Any]], code: int, hangs: bool) -> Result:
         return Result(Outcome.KILLED, f"{running} ({signal.Signals(-code).name})", num_tests)
     if code in (1, 2):
         failed = (row["failed"] for row in reversed(rows) if "failed" in row)
-        return Result(Outcome.KILLED, next(failed, "an error when tests are imported"), num_tests)
+        return Result(Outcome.KILLED, next(failed, "an error on import of the tests"), num_tests)
     selected = next((row["selected"] for row in rows if "selected" in row), None)
     if code == 0 and selected == num_tests:
         return Result(Outcome.SURVIVED, "", num_tests)

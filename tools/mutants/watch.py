@@ -1,7 +1,7 @@
-"""A pytest plugin: runs chosen tests in their order, notes how each went, and what it reached.
+"""pytest plugin: runs chosen tests in order, and records result, duration and coverage of each.
 
-Loaded with ``-p mutants.watch`` into the runs that `reach` and `trial` start; knows nothing of mutants.
-Imports nothing of the package, so that a mutant cannot break it.
+`reach` and `trial` load it with ``-p mutants.watch``. Knows nothing about mutants. Imports nothing of the
+package, so that a mutant cannot break it.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 RUNNING_TEST = "KVOFFLOAD_MUTATION_TEST"
-"""Environment variable with the id of the test that runs, for coverage.py in the processes that it starts."""
+"""Environment variable with the id of the running test, for coverage.py in the test's child processes."""
 
 
 def read(journal: Path) -> list[dict[str, Any]]:
-    """What was noted, in order; a line that is being written is not there yet."""
+    """Read the entries in order, without an incomplete last line."""
     text = journal.read_text() if journal.exists() else ""
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--journal", type=Path, required=True, help="JSONL file: what ran, how and how long")
+    parser.addoption("--journal", type=Path, required=True, help="JSONL file for results and durations")
     parser.addoption(
         "--chosen",
         type=Path,
-        help="JSON list of the tests to run, in this order; else all that the journal does not have",
+        help="JSON list of tests to run, in this order; default: all tests that are not in the journal",
     )
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Hypothesis only has to find a failure, not to make it small, nor to complain of a slow machine."""
+    """Let Hypothesis search for failures only, without shrinking and health checks."""
     settings.register_profile(
         "mutation",
         settings(),
@@ -82,13 +82,13 @@ class _Watch:
         if report.failed or report.skipped:
             self._note(**{report.outcome: report.nodeid})
 
-    def _note(self, **what: Any) -> None:
+    def _note(self, **entry: Any) -> None:
         with self._journal.open("a") as file:
-            file.write(json.dumps(what) + "\n")
+            file.write(json.dumps(entry) + "\n")
 
     @staticmethod
     def _switch_context(name: str) -> None:
-        """Tell coverage.py, if it measures, for whom the lines that follow run."""
+        """Set coverage.py's context to the current test, if it measures."""
         with contextlib.suppress(ImportError):
             import coverage
 
