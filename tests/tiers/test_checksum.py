@@ -1,4 +1,4 @@
-"""Checksums of a batch equal those of the xxhash library."""
+"""Checksums of a batch equal the xxhash library's checksums."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvoffload.tiers.checksum import checksums
 
 MEMORY = np.random.default_rng(0).integers(0, 256, 1 << 18, np.uint8)
-# Where the algorithm changes its ways: short inputs, stripes of 64, rounds of 1024, with rests of each kind.
+# Sizes around the algorithm's case distinctions: short inputs, stripes of 64, rounds of 1024, and remainders.
 SIZES = [1, 3, 8, 16, 17, 128, 129, 240, 241, 255, 256, 257, 1023, 1024, 1025, 1087, 1088, 1089, 4096, 65536]
 
 

@@ -51,7 +51,7 @@ class ScriptedGroups(ScriptedTier, GroupedTier):
 
 
 class ScriptedSharedGroups(ScriptedGroups, ScriptedSharedTier):
-    """The same, shared by machines."""
+    """A shared tier whose group methods can raise too."""
 
 
 def rig_with(tier: ScriptedTier, **options: Any) -> Rig:
@@ -101,15 +101,15 @@ def test_no_exception_of_a_tier_escapes(method: str, shared: bool) -> None:
     if method not in ("close", "delete", "cut", "extend_path"):
         assert hook.num_raised > 0 or (not shared and method in ("unknown", "submit_probe", "take_changes"))
     assert rig.manager.tier_stats()[0].errors == hook.num_raised
-    rig.ask("q", rig.begin())  # a reset that failed is repeated first
+    rig.ask("q", rig.begin())  # first repeats a failed reset
     rig.below("ab", 0)
     if method == "finished":
-        assert tier.closed, "its jobs could not be ended otherwise"
+        assert tier.closed, "only a close can end its jobs"
         rig.below("ab", 1)
     ctx = rig.begin()
     while rig.ask("ab", ctx)[1] is RETRY:
         rig.manager.poll()
-    assert rig.ask("ab", ctx) == (2, HIT), "it is used again"
+    assert rig.ask("ab", ctx) == (2, HIT), "the tier is used again"
     tier.on_call = Raises(method)
     rig.manager.close(0.0)
 
@@ -155,7 +155,7 @@ def test_a_write_to_a_paused_tier_is_dropped() -> None:
 
 
 def test_jobs_with_lost_results_end_when_the_tier_is_closed() -> None:
-    """Not before 10 s: until it is closed, the tier may write to their rows."""
+    """They end after 10 s: until the tier is closed, it may write to their rows."""
     guard, tier, clock = guarded()
     job = guard.submit_read(keys("a"), np.zeros((1, BLOCK_BYTES), np.uint8), np.zeros(1, np.int64))
     tier.on_call = Raises("finished")
@@ -169,7 +169,7 @@ def test_jobs_with_lost_results_end_when_the_tier_is_closed() -> None:
     assert (result.job, result.ok.tolist()) == (job, [False])
     assert tier.closed
     assert not guard.contains(keys("a")).any()
-    assert not guard.drain(0.0), "a reset cannot be recorded any more"
+    assert not guard.drain(0.0), "a reset can no longer be recorded"
     assert guard.finished() == []
 
 
@@ -293,7 +293,7 @@ def test_a_result_that_breaks_the_contract_does_no_harm(
 
 @pytest.mark.parametrize("method", ["submit_read", "submit_write", "submit_probe"])
 def test_a_tier_that_names_no_new_job_is_closed(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may have begun a job, and would read or write rows that RAM has given to other blocks."""
+    """The tier may have begun a job, and could read or write rows that RAM has reused for other blocks."""
     tier = ScriptedSharedGroups(BLOCK_BYTES, immediate=True)
     guard = GuardedTier(tier, Clock())
     monkeypatch.setattr(tier, method, lambda *arguments: None)

@@ -1,4 +1,4 @@
-"""The RAM tier: bytes come back, and only those that were stored under their key."""
+"""The RAM tier returns stored bytes, and only bytes that were stored under the requested key."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_blocks_come_back_from_scattered_slots():
 
 @given(data=st.data())
 def test_any_sequence_of_writes_erases_and_reads_equals_a_dict(data):
-    """The model maps slots to (key, bytes). Chunks of two blocks, so that batches span several chunks."""
+    """The model maps slots to (key, bytes). Chunks have two blocks, so that batches span several chunks."""
     block_bytes = data.draw(st.sampled_from([1, 63, 64, 200]))
     tier, model, device = MemoryTier(6, block_bytes), {}, blocks_of(6, block_bytes)
     slots_and_keys = st.lists(
@@ -104,7 +104,7 @@ def test_a_right_checksum_in_the_wrong_slot_is_found():
     tier.pool[:] = tier.pool[::-1].copy()
     tier.checksums[:] = tier.checksums[::-1].copy()
     assert not tier.verify_slots(keys, rows).any()
-    # It is the identity that is wrong, not the bytes: under the other key each is sound.
+    # The keys are wrong, not the bytes: under the other key each block is sound.
     assert tier.verify_slots(keys_of(2, 1), rows).all()
 
 
@@ -162,7 +162,7 @@ def test_a_write_that_fails_half_way_leaves_no_sound_slot(monkeypatch):
 
 
 def test_a_caller_with_its_own_engine_seals_and_verifies():
-    """The calls of an engine integration: submit, poll, seal; verify, then load."""
+    """An engine integration calls: submit, poll, seal; verify, then load."""
     device = blocks_of(3, 64)
     tier, engine, keys, rows = MemoryTier(3, 64), HostEngine(device), keys_of(1, 2, 3), np.arange(3)
     transfer = engine.store(rows, tier.pool, rows)
@@ -185,7 +185,7 @@ def test_a_pool_larger_than_memory_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match=r"num_slots \* block_bytes: '1099511627776 \* 65536 = .* avail"):
         MemoryTier(2**40, 2**16)
     assert 2**20 < available_bytes() < 2**63 - 1
-    # Also one that could be mapped but not filled.
+    # Also a pool that could be mapped but not filled.
     monkeypatch.setattr(memory, "available_bytes", lambda: 2**20)
     with pytest.raises(ConfigError, match=r"257 \* 4096 = 1"):
         MemoryTier(257, 4096)
@@ -259,7 +259,7 @@ def test_use_after_close_is_misuse():
     ):
         with pytest.raises(MisuseError, match="this memory tier of 2 slots is closed"):
             call()
-    # A view that somebody kept is still memory, not a crash.
+    # A view kept by a caller is still valid memory.
     view[:] = 1
 
 

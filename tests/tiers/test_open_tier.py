@@ -1,4 +1,4 @@
-"""`open_tier`: the library's way to every kind of tier, against real servers."""
+"""`open_tier` opens every kind of tier, against real servers."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ class Machine:
     def load(self) -> list[int]:
         """Load the blocks and close; return their first bytes."""
         ctx, until = self.manager.begin_request("r", KEYS), time.monotonic() + PATIENCE_S
-        while (found := self.manager.lookup(KEYS, ctx)).stopped_by is LookupResult.RETRY:
+        while (result := self.manager.lookup(KEYS, ctx)).stopped_by is LookupResult.RETRY:
             assert time.monotonic() < until
             self.manager.poll()
             time.sleep(0.001)
-        plan = self.manager.prepare_load(KEYS[: found.num_ready], ctx)
+        plan = self.manager.prepare_load(KEYS[: result.num_ready], ctx)
         blocks = np.zeros((CAPACITY, BLOCK_BYTES), np.uint8)
         assert self.ram.read(plan.keys, plan.slots, blocks, np.arange(len(plan.keys))).all()
         self.manager.complete_load(plan)

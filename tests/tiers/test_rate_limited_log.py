@@ -1,4 +1,4 @@
-"""Lines about failures: the first of a kind at once, then one in ten seconds, which counts those between."""
+"""Log lines about failures: the first of a kind at once, then one in ten seconds with a count of the rest."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from kvoffload.tiers.rate_limited_log import INTERVAL_S, RateLimitedLog
 def test_lines_of_a_kind_are_limited_and_counted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clock = SimpleNamespace(now=0.0)  # a machine that has just been started
+    clock = SimpleNamespace(now=0.0)  # the clock of a machine that has just started
     monkeypatch.setattr(rate_limited_log, "time", SimpleNamespace(monotonic=lambda: clock.now))
     log = RateLimitedLog("kvoffload.test")
 
-    def said(kind: str, what: str) -> list[str]:
+    def lines(kind: str, operation: str) -> list[str]:
         caplog.clear()
-        log.warn(kind, "cannot %s", what)
+        log.warn(kind, "cannot %s", operation)
         return caplog.messages
 
-    assert said("read", "a") == ["cannot a"]
-    assert said("read", "b") == []
-    assert said("write", "c") == ["cannot c"], "another kind"
+    assert lines("read", "a") == ["cannot a"]
+    assert lines("read", "b") == []
+    assert lines("write", "c") == ["cannot c"], "another kind"
     clock.now += INTERVAL_S / 2
-    assert said("read", "d") == []
+    assert lines("read", "d") == []
     clock.now += INTERVAL_S / 2
-    assert said("read", "e") == ["cannot e (and 2 like it before)"]
+    assert lines("read", "e") == ["cannot e (and 2 like it before)"]
     clock.now += INTERVAL_S
-    assert said("read", "f") == ["cannot f"], "none between"
+    assert lines("read", "f") == ["cannot f"], "no line was suppressed"
 
 
 def test_errors_have_the_same_limit(caplog: pytest.LogCaptureFixture) -> None:

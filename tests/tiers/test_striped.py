@@ -1,4 +1,4 @@
-"""Tiers side by side answer as one: whatever kind they are, in whatever order their parts of a job end."""
+"""A stripe of tiers behaves like one tier, for any kinds of tiers and any order in which their jobs end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NUMBERS = st.lists(st.integers(0, NUM_KEYS - 1), min_size=0, max_size=12, unique
 
 
 def scripted(count: int, *, immediate: bool = False) -> list[ScriptedTier]:
-    """Tiers with the identities 1, 2, ..."""
+    """Return tiers with the identities 1, 2, ..."""
     return [ScriptedTier(BLOCK_BYTES, identity=n + 1, immediate=immediate) for n in range(count)]
 
 
@@ -38,7 +38,7 @@ def homes_of(identities: list[int], count: int) -> list[int]:
     return [identities[number] for number in tier.homes(keys_of(range(count))).tolist()]
 
 
-# ---- which key belongs to which
+# ---- the tier of a key
 
 
 def test_the_tier_of_a_key_never_changes() -> None:
@@ -50,7 +50,7 @@ def test_the_tier_of_a_key_never_changes() -> None:
 @pytest.mark.parametrize("number", range(1, 7))
 @pytest.mark.parametrize("seed", [None, 0, 1])
 def test_a_new_tier_takes_its_share_and_no_other_key_moves(number: int, seed: int | None) -> None:
-    """For small and random identities, in any order."""
+    """Tried with small and random identities, in any order."""
     count = 4000
     identities = [*range(number + 1)]
     if seed is not None:
@@ -84,11 +84,11 @@ class StripedMachine(RuleBasedStateMachine):
         pool = np.zeros((len(numbers) + 1, BLOCK_BYTES), np.uint8)
         self.next_value += 1
         pool[1:, 0], pool[1:, 1] = numbers, self.next_value % 256
-        for number, part in enumerate(self.parts):
-            part.takes = number not in busy
+        for number, member in enumerate(self.parts):
+            member.takes = number not in busy
         job, taken = self.tier.submit_write(keys, pool, np.arange(len(numbers)) + 1)
-        free = [part.identity for part in self.parts if part.takes]
-        homes = homes_of([part.identity for part in self.parts], NUM_KEYS)
+        free = [member.identity for member in self.parts if member.takes]
+        homes = homes_of([member.identity for member in self.parts], NUM_KEYS)
         wanted = [
             key not in self.model and homes[number] in free for key, number in zip(keys, numbers, strict=True)
         ]
@@ -111,15 +111,15 @@ class StripedMachine(RuleBasedStateMachine):
     @rule(choice=st.randoms(use_true_random=False), fails=st.booleans())
     def end(self, choice: object, fails: bool) -> None:
         """End a job of one of the tiers."""
-        jobs = [(part, job) for part in self.parts for job in part.jobs]
+        jobs = [(member, job) for member in self.parts for job in member.jobs]
         if not jobs:
             return
-        part, job = choice.choice(jobs)  # type: ignore[attr-defined]
+        member, job = choice.choice(jobs)  # type: ignore[attr-defined]
         number = next(n for n, (_, pool, _) in self.under_way.items() if pool is job.pool)
         if fails:
             job.fail = {job.keys[0]}
         self.ended[number].update(self.expected(job))
-        part.end(job)
+        member.end(job)
 
     def expected(self, job: ScriptedJob) -> dict[bytes, bytes | None]:
         """Apply a job to the model; None for a block that fails."""
@@ -138,7 +138,7 @@ class StripedMachine(RuleBasedStateMachine):
         for result in self.tier.finished():
             keys, pool, is_read = self.under_way.pop(result.job)
             ended = self.ended.pop(result.job)
-            assert set(ended) == set(keys), "not before its last part"
+            assert set(ended) == set(keys), "a job ends with the job of its last tier"
             assert result.ok.tolist() == [ended[key] is not None for key in keys]
             for row, key in enumerate(keys):
                 if is_read and ended[key] is not None:
@@ -157,7 +157,7 @@ class StripedMachine(RuleBasedStateMachine):
 
     @rule()
     def drain(self) -> None:
-        assert self.tier.drain(0.0) == (not any(part.jobs for part in self.parts))
+        assert self.tier.drain(0.0) == (not any(member.jobs for member in self.parts))
 
     @invariant()
     def the_same_blocks(self) -> None:
@@ -182,10 +182,10 @@ def test_the_slowest_tier_sets_the_duration_of_a_job() -> None:
     parts = scripted(3)
     tier = StripedTier(parts)
     tier.submit_read(keys_of(range(20)), np.zeros((20, BLOCK_BYTES), np.uint8), np.arange(20))
-    for seconds, part in zip((0.5, 2.5, 1.0), parts, strict=True):
-        (job,) = part.jobs
+    for seconds, member in zip((0.5, 2.5, 1.0), parts, strict=True):
+        (job,) = member.jobs
         job.seconds = seconds
-        part.end(job)
+        member.end(job)
     (result,) = tier.finished()
     assert result.seconds == 2.5
 
@@ -197,11 +197,13 @@ def test_each_tier_gets_its_share_of_a_finished_path() -> None:
     tier.contains(path, request)
     tier.submit_write(path, np.zeros((20, BLOCK_BYTES), np.uint8), np.arange(20), request)
     tier.finish_request(request, path)
-    shares = [part.used[0] for part in parts]
+    shares = [member.used[0] for member in parts]
     assert sorted(key for share in shares for key in share) == list(path)
     assert all(share == sorted(share) and share for share in shares), "in prefix order"
     tier.finish_request(idle, path[:1])
-    assert [len(part.open_requests) for part in parts] == [0, 0, 0], "also where it has used nothing"
+    assert [len(member.open_requests) for member in parts] == [0, 0, 0], (
+        "closed also in tiers that the request has not used"
+    )
     with pytest.raises(MisuseError, match="this tier has no such request"):
         tier.finish_request(parts[0].begin_request("r"), path)
 
@@ -250,7 +252,7 @@ def test_bad_rows_begin_no_job() -> None:
         tier.submit_read(keys_of(range(3)), pool, np.arange(2))
     with pytest.raises(ValueError, match="blocks of"):
         tier.submit_read(keys_of(range(4)), np.zeros((4, 5), np.uint8), np.arange(4))
-    assert not any(part.jobs for part in parts)
+    assert not any(member.jobs for member in parts)
 
 
 def broken(*_: object) -> Any:
@@ -258,41 +260,41 @@ def broken(*_: object) -> Any:
 
 
 def end_all(parts: list[ScriptedTier]) -> None:
-    for part in parts:
-        while part.jobs:
-            part.end(part.jobs[0])
+    for member in parts:
+        while member.jobs:
+            member.end(member.jobs[0])
 
 
 def test_a_tier_that_raises_loses_only_its_share_of_a_job() -> None:
     """The other tiers use the rows of the pool until the job ends, so the call must not raise."""
     parts = scripted(2)
     tier, keys, pool = StripedTier(parts), keys_of(range(8)), np.ones((8, BLOCK_BYTES), np.uint8)
-    mine = tier.homes(keys) == 0
-    assert 0 < mine.sum() < 8
+    is_in_first = tier.homes(keys) == 0
+    assert 0 < is_in_first.sum() < 8
     parts[1].submit_write = parts[1].submit_read = broken  # type: ignore[method-assign]
     job, taken = tier.submit_write(keys, pool, np.arange(8))
-    assert taken.tolist() == mine.tolist()
+    assert taken.tolist() == is_in_first.tolist()
     end_all(parts)
     (result,) = tier.finished()
-    assert (result.job, result.ok.tolist()) == (job, [True] * int(mine.sum()))
+    assert (result.job, result.ok.tolist()) == (job, [True] * int(is_in_first.sum()))
     job = tier.submit_read(keys, pool, np.arange(8))
     end_all(parts)
     (result,) = tier.finished()
-    assert (result.job, result.ok.tolist()) == (job, mine.tolist())
-    assert tier.stats().failed == 2 * int((~mine).sum())
+    assert (result.job, result.ok.tolist()) == (job, is_in_first.tolist())
+    assert tier.stats().failed == 2 * int((~is_in_first).sum())
 
 
 def test_the_first_exception_is_raised_if_no_tier_begins() -> None:
     parts = scripted(2)
     tier, keys, pool = StripedTier(parts), keys_of(range(8)), np.ones((8, BLOCK_BYTES), np.uint8)
-    for part in parts:
-        part.submit_write = part.submit_read = broken  # type: ignore[method-assign]
+    for member in parts:
+        member.submit_write = member.submit_read = broken  # type: ignore[method-assign]
     with pytest.raises(OSError, match="out of order"):
         tier.submit_write(keys, pool, np.arange(8))
     with pytest.raises(OSError, match="out of order"):
         tier.submit_read(keys, pool, np.arange(8))
     assert tier.finished() == []
-    assert tier.stats().failed == 0, "who gets the exception counts"
+    assert tier.stats().failed == 0, "the caller of the stripe counts the failure"
 
 
 @pytest.mark.parametrize("hanging", [0, 1, 2])
@@ -300,16 +302,16 @@ def test_a_tier_that_hangs_does_not_stop_the_others_from_draining_and_closing(ha
     parts = scripted(3)
     tier, keys = StripedTier(parts), keys_of(range(20))
     tier.submit_write(keys, np.ones((20, BLOCK_BYTES), np.uint8), np.arange(20))
-    others = [part for number, part in enumerate(parts) if number != hanging]
-    for part in others:
-        part.end(part.jobs[0])
+    healthy = [member for number, member in enumerate(parts) if number != hanging]
+    for member in healthy:
+        member.end(member.jobs[0])
     assert not tier.drain(0.0)
-    assert all(part.durable == part.blocks and part.blocks for part in others)
-    assert tier.finished() == [], "its result waits for the last part"
+    assert all(member.durable == member.blocks and member.blocks for member in healthy)
+    assert tier.finished() == [], "the result waits for the last tier"
     parts[hanging].close = lambda: 1 // 0  # type: ignore[method-assign,assignment]
     with pytest.raises(ZeroDivisionError):
         tier.close()
-    assert all(part.closed for part in others)
+    assert all(member.closed for member in healthy)
 
 
 def test_counters_are_sums() -> None:
@@ -324,7 +326,7 @@ def test_counters_are_sums() -> None:
     stats = tier.stats()
     assert (stats.capacity, stats.ready, stats.free, stats.written, stats.read) == (100, 20, 80, 20, 20)
     assert stats.write_budget_bytes is None
-    assert all(part.stats().ready > 3 for part in parts)
+    assert all(member.stats().ready > 3 for member in parts)
 
 
 @pytest.mark.parametrize(
@@ -363,13 +365,13 @@ def test_several_directories(tmp_path: Path) -> None:
     paths, numbers = [tmp_path / name for name in "ab"], list(range(60))
     two = disks(paths, 100, 512)
     assert two.write(numbers) == numbers
-    assert two.write(numbers) == [], "they have them"
+    assert two.write(numbers) == [], "the directories have the blocks"
     assert two.tier.drain(HANGS_S)
     two.tier.close()
     three = disks([tmp_path / "c", *paths], 100, 512)
     three.versions = two.versions
     kept = three.read(numbers)
-    assert 30 <= len(kept) <= 50, "two thirds of them, about"
+    assert 30 <= len(kept) <= 50, "about two thirds of the keys"
     assert (three.wrong, three.tier.name) == (0, "disk")
     three.tier.close()
     again = disks(paths[::-1], 100, 512)

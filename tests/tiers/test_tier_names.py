@@ -1,4 +1,4 @@
-"""The names of tiers in metrics: they depend on what a tier is, not on its place in the list."""
+"""Names of tiers in metrics depend on the kind and label of a tier, not on its place in the list."""
 
 from __future__ import annotations
 
@@ -62,6 +62,6 @@ def test_series_have_the_names_of_their_tiers_in_any_order(tmp_path: Path) -> No
         assert sorted(tier_counts(manager)) == sorted(tier.name for tier in opened)  # type: ignore[arg-type]
         for tier in opened:
             tier.close()
-    (one,) = open_tiers([replace(options[0], label="nvme")], owner)
-    assert one.name == "nvme"
-    one.close()
+    (labelled,) = open_tiers([replace(options[0], label="nvme")], owner)
+    assert labelled.name == "nvme"
+    labelled.close()

@@ -58,7 +58,7 @@ def test_a_clock_that_is_set_back_neither_renews_the_budget_nor_blocks_it_for_ev
     budget = WriteBudget(2, clock)
     budget.spend(2)
     clock.now -= hours * HOUR_S
-    assert budget.left_bytes == 0, "the writes may be a moment old"
+    assert budget.left_bytes == 0, "the writes may be recent"
     clock.now += 26 * HOUR_S
     assert budget.left_bytes == 2
 
@@ -82,7 +82,7 @@ def test_tiers_that_share_a_budget_report_equal_parts() -> None:
     assert (budget.left_bytes, budget.left_bytes_each) == (101, 50)
 
 
-# ---- of a recording
+# ---- budgets of recordings
 
 
 @given(
@@ -108,11 +108,11 @@ def test_a_recording_never_has_more_than_the_mean_rate_has_paid(
 def test_a_recording_of_minutes_may_not_use_the_budget_of_a_day() -> None:
     clock = Clock()
     budget = budget_of_recording(2400, clock)
-    left = []
+    bytes_left = []
     for _ in range(3):
-        left.append(budget.left_bytes)
+        bytes_left.append(budget.left_bytes)
         clock.now += HOUR_S
-    assert left == [0, 100, 200]
+    assert bytes_left == [0, 100, 200]
     budget.spend(150)
     assert budget.left_bytes == 150
     clock.now += 48 * HOUR_S
@@ -141,9 +141,9 @@ def test_a_simulated_tier_keeps_a_budget_as_a_disk_does(tmp_path: Path, admissio
             written.append(driver.write(path, request=record if use_request else None))
             driver.tier.finish_request(record, keys_of(path))
         assert written[0] == written[1]
-    left, right = disk.tier.stats(), simulated.tier.stats()
-    assert left.written == right.written == 9
-    assert (left.dropped, left.refused) == (right.dropped, right.refused)
+    disk_stats, simulated_stats = disk.tier.stats(), simulated.tier.stats()
+    assert disk_stats.written == simulated_stats.written == 9
+    assert (disk_stats.dropped, disk_stats.refused) == (simulated_stats.dropped, simulated_stats.refused)
     disk.tier.close()
 
 
@@ -170,7 +170,7 @@ def test_an_offer_without_a_request_is_no_reference(policy: str) -> None:
     driver = Driver(tier)
     for path in ([1, 2, 3], [2, 4]):
         tier.finish_request(tier.begin_request("r"), keys_of(path))
-    assert driver.write([1, 2, 3, 4]) == [2], "by itself: block 1 is no parent of block 2"
+    assert driver.write([1, 2, 3, 4]) == [2], "only block 2, alone: block 1 is not its parent"
     assert driver.write([1, 2, 3, 4]) == []
     assert tier.stats().refused == 6
 
@@ -180,7 +180,7 @@ def test_a_negative_budget_is_refused() -> None:
         WriteBudget(-1)
 
 
-# ---- given to a disk
+# ---- budgets of disks
 
 
 def test_a_disk_drops_what_exceeds_the_budget_and_blocks_it_has_cost_nothing(tmp_path: Path) -> None:
@@ -215,8 +215,8 @@ def test_the_budget_outlives_the_process(tmp_path: Path, checkpoints: int) -> No
     driver.tier.delete(keys_of([4]))
     driver.tier.close()
     for _ in range(checkpoints):
-        with opened(tmp_path) as (slab, found):
-            compact(slab, found)
+        with opened(tmp_path) as (slab, recovered):
+            compact(slab, recovered)
     driver = life(6)
     assert driver.tier.stats().write_budget_bytes == PAGE_BYTES
     assert driver.write([7, 8]) == [7]
@@ -239,11 +239,11 @@ def test_several_disks_share_a_budget(tmp_path: Path) -> None:
 
 
 def test_a_failed_write_counts(tmp_path: Path) -> None:
-    """The medium may have been worn all the same."""
+    """A failed write may have worn the medium too."""
     budget = WriteBudget(3 * PAGE_BYTES)
     driver = Driver(Disk(tmp_path, 40, write_budget=budget).tier)
     driver.tier.submit_write(keys_of([1, 2]), driver.pool, np.arange(2))
-    assert budget.left_bytes == PAGE_BYTES, "counted when the write begins, whatever its result"
+    assert budget.left_bytes == PAGE_BYTES, "counted when the write begins, with any result"
     driver.tier.close()
 
 

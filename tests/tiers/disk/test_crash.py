@@ -117,7 +117,7 @@ def live(disk: Disk, recorder: Recorder, seed: int, steps: int) -> Life:
 
 
 def check_image(directory: Path, life: Life, position: int) -> None:
-    """Check that every entry verifies, no owed block is missing, and all contents were written."""
+    """Check that every entry verifies, no owed block is missing, and all contents were once written."""
     with opened(directory, BufferedFiles()) as (slab, recovered):
         assert recovered.damaged == 0
         slots = recovered.contents.slots()
@@ -355,11 +355,11 @@ def test_kill_9_at_random_moments(tmp_path: Path) -> None:
             _, child, restored = mother.stdout.readline().split()
             warm += int(restored) > 0
             acknowledged = 1 - life % 2
-            if acknowledged:  # on a slow machine, too, every second life leaves a block
+            if acknowledged:  # even on a slow machine every second life must leave a block
                 assert mother.stdout.readline().startswith("ack")
             time.sleep(chance.random() * 0.15)
             os.kill(int(child), signal.SIGKILL)
-            # The last line of the killed process may lack its end: then the next one follows in it.
+            # The last line of the killed process may be incomplete; the next line then continues it.
             while not (line := mother.stdout.readline()).endswith("dead\n"):
                 assert line, f"the mother has ended: seed {seed}, life {life}"
                 acknowledged += 1

@@ -1,6 +1,6 @@
 """The disk tier on a medium that flips, swaps, zeroes, cuts, fails, fills up, slows down or hangs.
 
-In each case no wrong bytes are served, nothing is raised, and a counter rises.
+In each case the tier serves no wrong bytes, raises nothing, and counts the failure.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def test_verify_reports_blocks_and_reasons(filled: Path) -> None:
         slab.chunk_blocks = 6  # the first run is slots 0 to 5
         files.fail = fail
         problems = verify(slab, recovered, lambda done, total: steps.append((done, total)))
-    # Slot 0 has failed with its neighbours, and alone.
+    # Slot 0 has failed in the run, and alone.
     keys = keys_of(NUMBERS)
     assert problems == [
         Problem(0, keys[0].hex(), "cannot be read"),
@@ -251,7 +251,7 @@ def test_a_truncated_slab(filled: Path, caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_a_slot_of_an_earlier_generation(tmp_path: Path) -> None:
-    """The disk lost an acknowledged write, and the old block of the same key is still there."""
+    """The disk lost an acknowledged write and still has the old block of the same key."""
     disk = Disk(tmp_path, 1, BLOCK_BYTES)
     disk.write([1], version=0)
     disk.tier.drain(5)
@@ -391,13 +391,13 @@ def test_reads_that_the_system_refuses_for_a_while_lose_no_block(
     assert disk.tier.stats().failed == 10
     files.passed_s += REFUSED_READS_S - 10
     assert disk.read(NUMBERS) == []
-    assert disk.here(NUMBERS) == NUMBERS, "they are still there"
+    assert disk.here(NUMBERS) == NUMBERS, "the blocks remain"
     files.fail = works
     assert disk.read(NUMBERS[:5]) == NUMBERS[:5]
     files.fail = raises(number, "read")
     files.passed_s += 10
     assert disk.read(NUMBERS) == []
-    assert disk.here(NUMBERS) == NUMBERS[:5], "the others have been refused for a minute"
+    assert disk.here(NUMBERS) == NUMBERS[:5], "the system has refused the other blocks for a minute"
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.ENODEV])
@@ -508,7 +508,7 @@ def test_a_journal_that_fails_while_writes_wait_for_it(filled: Path) -> None:
     disk.write(list(range(10, 16)))
     files.fail = raises(errno.EIO, "sync")
     assert disk.write([30, 31, 32]) == [], (
-        "all three would replace blocks, and their removal never is durable"
+        "all three would replace blocks whose removal never becomes durable"
     )
     assert disk.tier.drain(HANGS_S)
     files.fail = works
@@ -589,9 +589,9 @@ def test_a_write_into_a_full_slab_waits_for_no_removal_while_there_is_a_reserve(
     for number in (20, 21):
         disk.pool[number] = block_of(number, 0, BLOCK_BYTES)
         disk.tier.submit_write(keys_of([number]), disk.pool, np.array([number]))
-    assert data.acquire(timeout=HANGS_S), "into the reserve"
+    assert data.acquire(timeout=HANGS_S), "the first write uses the reserve"
     assert held.waiting.acquire(timeout=HANGS_S)
-    assert not data.acquire(timeout=0.2), "its slot's removal is not durable"
+    assert not data.acquire(timeout=0.2), "the removal from the second write's slot is not durable"
     held.opened.set()
     assert data.acquire(timeout=HANGS_S)
     assert disk.tier.drain(HANGS_S)
@@ -610,7 +610,7 @@ def test_a_drain_waits_for_the_commit_in_flight(
     files.fail = held = Gate("sync")
     assert disk.tier.delete(keys_of([3])) == 1
     assert held.waiting.acquire(timeout=HANGS_S)
-    assert not disk.tier.drain(0.05), "a crash would bring it back"
+    assert not disk.tier.drain(0.05), "a crash would revive the block"
     held.opened.set()
     assert disk.tier.drain(HANGS_S)
 
@@ -630,7 +630,7 @@ def test_a_write_that_waits_for_a_removal_does_not_wait_for_other_writes(
         def noted() -> bool:
             over = is_over()
             if not over:
-                # The lock is held from here until it sleeps.
+                # The journal's thread holds the lock from here until it sleeps.
                 asleep.put(commits._num_removals)
             return over
 
@@ -670,7 +670,7 @@ def test_writes_in_flight_end_after_a_close_that_does_not_wait(tmp_path: Path, o
     assert disk.write(numbers) == numbers
     assert disk.tier.drain(HANGS_S)
     files.fail = gate = Gate(operation)
-    # Where the slab is full, one of the two would have room in the reserve.
+    # In a full slab the reserve would have room for one of the two writes.
     job, _ = disk.tier.submit_write(keys_of([20, 21]), disk.pool, np.arange(2))
     assert gate.waiting.acquire(timeout=HANGS_S)
     disk.tier.close_timeout_s = 0.1

@@ -40,7 +40,7 @@ LAYOUT = Layout.holding(4096, 12, NUM_BLOCKS)
 NUMBERS = list(range(10))
 
 
-def life(directory: Path, producer: str = "model", **options: object) -> Disk:
+def opened_by(directory: Path, producer: str = "model", **options: object) -> Disk:
     return Disk(directory, NUM_BLOCKS, fingerprint=producer, **options)
 
 
@@ -55,7 +55,7 @@ def used_bytes(directory: Path) -> int:
 def test_producers_that_take_turns_find_their_blocks_again(tmp_path: Path) -> None:
     for turn in range(4):
         for number, producer in enumerate(["llama", "mistral"]):
-            disk = life(tmp_path, producer)
+            disk = opened_by(tmp_path, producer)
             numbers = list(range(10 * number, 10 * number + 5))
             disk.versions = dict.fromkeys(numbers, 0)
             assert disk.read(numbers) == (numbers if turn else [])
@@ -82,12 +82,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_the_space_of_an_unusable_slab_is_free_at_once(small_disk: Path) -> None:
-    disk = life(small_disk)
+    disk = opened_by(small_disk)
     disk.write(NUMBERS)
     disk.tier.close()
     with slab_in(small_disk).open("r+b") as file:
         file.write(bytes(2 * PAGE_BYTES))
-    disk = life(small_disk)
+    disk = opened_by(small_disk)
     assert disk.write(NUMBERS) == NUMBERS
     assert on_the_medium(small_disk) <= CAPACITY
     disk.tier.close()
@@ -95,14 +95,14 @@ def test_the_space_of_an_unusable_slab_is_free_at_once(small_disk: Path) -> None
 
 def test_a_full_slab_loses_only_as_many_blocks_as_another_producer_needs(tmp_path: Path) -> None:
     """Blocks are spread over the whole slab, so that no end can be cut off."""
-    disk = life(tmp_path)
+    disk = opened_by(tmp_path)
     for number in range(3 * NUM_BLOCKS):
         disk.write([number])
     here = disk.here(range(3 * NUM_BLOCKS))
     assert len(here) == NUM_BLOCKS
     disk.tier.close()
-    life(tmp_path, "a look with another model").tier.close()
-    again = life(tmp_path)
+    opened_by(tmp_path, "a look with another model").tier.close()
+    again = opened_by(tmp_path)
     again.versions = dict.fromkeys(here, 0)
     kept = again.read(here)
     assert NUM_BLOCKS // 3 < len(kept) < 2 * NUM_BLOCKS // 3
@@ -115,22 +115,22 @@ def test_a_full_slab_loses_only_as_many_blocks_as_another_producer_needs(tmp_pat
 
 def test_a_reset_reaches_the_slabs_of_others(tmp_path: Path) -> None:
     """After a reset by the new version, a rolled-back old version has no old blocks."""
-    disk = life(tmp_path, "version 1")
+    disk = opened_by(tmp_path, "version 1")
     disk.write(NUMBERS)
     disk.tier.close()
-    disk = life(tmp_path, "version 2")
+    disk = opened_by(tmp_path, "version 2")
     disk.tier.clear()
     assert disk.tier.drain(HANGS_S)
     disk.tier.close()
-    assert life(tmp_path, "version 1").here(NUMBERS) == []
+    assert opened_by(tmp_path, "version 1").here(NUMBERS) == []
 
 
 def test_a_reset_does_not_delete_a_slab_that_is_shrinking(tmp_path: Path) -> None:
     """A writer thread shrinks the other slab while the committer would delete it."""
-    disk = life(tmp_path, "other")
+    disk = opened_by(tmp_path, "other")
     disk.write([1])
     disk.tier.close()
-    disk = life(tmp_path)
+    disk = opened_by(tmp_path)
     with disk.slab._growing:
         disk.tier.clear()
         assert not disk.tier.drain(0.2)
@@ -143,14 +143,14 @@ def test_a_reset_does_not_delete_a_slab_that_is_shrinking(tmp_path: Path) -> Non
 def test_a_full_disk_costs_no_other_producer_its_blocks(small_disk: Path) -> None:
     """On a full disk slabs do not grow to the capacity, but keep their blocks and work."""
     for producer in ("first", "second"):
-        disk = life(small_disk, producer)
+        disk = opened_by(small_disk, producer)
         disk.write(NUMBERS)
         disk.tier.close()
     free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
     with (small_disk / "filler").open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, free - 2 * PAGE_BYTES)
     for producer in ("first", "second", "first"):
-        disk = life(small_disk, producer)
+        disk = opened_by(small_disk, producer)
         disk.versions = dict.fromkeys(NUMBERS, 0)
         assert disk.read(NUMBERS) == NUMBERS
         disk.tier.delete(keys_of([1, 2]))
@@ -160,7 +160,7 @@ def test_a_full_disk_costs_no_other_producer_its_blocks(small_disk: Path) -> Non
 
 
 def test_a_producer_whose_slab_cannot_be_read_now_loses_nothing_to_another(tmp_path: Path) -> None:
-    disk = life(tmp_path, "first")
+    disk = opened_by(tmp_path, "first")
     disk.write(NUMBERS)
     disk.tier.close()
     files = FailingFiles()
@@ -168,16 +168,16 @@ def test_a_producer_whose_slab_cannot_be_read_now_loses_nothing_to_another(tmp_p
     with pytest.raises(
         UnavailableError, match=f"{name_of('first')} cannot be read .* if this persists, delete it"
     ):
-        life(tmp_path, "second", files=files)
-    assert life(tmp_path, "first").here(NUMBERS) == NUMBERS
+        opened_by(tmp_path, "second", files=files)
+    assert opened_by(tmp_path, "first").here(NUMBERS) == NUMBERS
 
 
 def test_a_slab_grows_into_the_room_of_the_others_the_oldest_first(tmp_path: Path) -> None:
     for number, producer in enumerate(["first", "second", "third"]):
-        disk = life(tmp_path, producer)
+        disk = opened_by(tmp_path, producer)
         disk.write([number])
         disk.tier.close()
-    disk = life(tmp_path, "third")
+    disk = opened_by(tmp_path, "third")
     names = {path.name for path in slabs_in(tmp_path)}
     deleted = []
     for number in range(100, 100 + NUM_BLOCKS - 1):
@@ -190,7 +190,7 @@ def test_a_slab_grows_into_the_room_of_the_others_the_oldest_first(tmp_path: Pat
     assert disk.tier.stats().failed == 0
     disk.tier.close()
     assert deleted == [name_of("first"), name_of("second")]
-    assert life(tmp_path, "third").tier.stats().restored == NUM_BLOCKS
+    assert opened_by(tmp_path, "third").tier.stats().restored == NUM_BLOCKS
 
 
 def name_of(producer: str) -> str:
@@ -199,7 +199,7 @@ def name_of(producer: str) -> str:
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_any_order_of_producers_and_capacities_keeps_the_bound(tmp_path: Path, seed: int) -> None:
-    """Recovered blocks have the last version; a smaller capacity holds from the opening on."""
+    """Recovered blocks have the last version; a smaller capacity takes effect at the opening."""
     chance, written, found_again = random.Random(seed), dict[str, dict[int, int]](), 0
     for step in range(40):
         producer = chance.choice("abcd")
@@ -207,7 +207,7 @@ def test_any_order_of_producers_and_capacities_keeps_the_bound(tmp_path: Path, s
         disk = Disk(tmp_path, num_blocks, fingerprint=producer, policy="fifo")
         disk.versions = written.setdefault(producer, {})
         known = list(range(20))
-        # Others may have taken half of it, or all.
+        # Other producers may have taken half of its blocks, or all.
         read = disk.read(known)
         assert len(read) == disk.tier.stats().restored, f"seed {seed}, step {step}"
         assert set(read) <= set(disk.versions)
@@ -225,23 +225,23 @@ def test_any_order_of_producers_and_capacities_keeps_the_bound(tmp_path: Path, s
     assert found_again > 20
 
 
-def test_a_crash_leaves_room_for_others_all_the_same(tmp_path: Path) -> None:
+def test_another_producer_gets_the_unused_space_of_a_killed_tier(tmp_path: Path) -> None:
     """A killed tier has reserved the capacity; another producer takes the space without blocks."""
-    disk = life(tmp_path, "killed")
+    disk = opened_by(tmp_path, "killed")
     assert disk.write(NUMBERS) == NUMBERS
     disk.kill()
-    other = life(tmp_path, "other")
+    other = opened_by(tmp_path, "other")
     assert other.write([50]) == [50]
     assert used_bytes(tmp_path) <= CAPACITY
     other.tier.close()
-    again = life(tmp_path, "killed")
+    again = opened_by(tmp_path, "killed")
     again.versions = dict.fromkeys(NUMBERS, 0)
     assert again.read(NUMBERS) == NUMBERS
     again.tier.close()
 
 
-def test_room_that_another_program_has_taken_is_made_by_older_slabs(tmp_path: Path) -> None:
-    disk = life(tmp_path, "older")
+def test_older_slabs_shrink_when_another_program_takes_space(tmp_path: Path) -> None:
+    disk = opened_by(tmp_path, "older")
     disk.write([1])
     disk.tier.close()
     files, refused = FailingFiles(), []
@@ -252,7 +252,7 @@ def test_room_that_another_program_has_taken_is_made_by_older_slabs(tmp_path: Pa
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     files.fail = full_while_the_other_is_there
-    disk = life(tmp_path, "newer", files=files)
+    disk = opened_by(tmp_path, "newer", files=files)
     assert refused
     assert disk.write([1]) == [1]
     disk.tier.close()
@@ -260,7 +260,7 @@ def test_room_that_another_program_has_taken_is_made_by_older_slabs(tmp_path: Pa
 
 
 class ForkingFiles(FailingFiles):
-    """Forks a process whenever another producer's slab is opened; the process lives on."""
+    """Forks a process whenever another producer's slab is opened; the process keeps running."""
 
     def __init__(self, other: str, children: contextlib.ExitStack) -> None:
         super().__init__()
@@ -274,35 +274,35 @@ class ForkingFiles(FailingFiles):
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_fork_while_another_slab_is_trimmed_does_not_keep_it_locked(tmp_path: Path) -> None:
-    disk = life(tmp_path, "first")
+    disk = opened_by(tmp_path, "first")
     disk.write(NUMBERS)
     disk.tier.close()
     with contextlib.ExitStack() as children:
-        life(tmp_path, "second", files=ForkingFiles(name_of("first"), children)).tier.close()
-        disk = life(tmp_path, "first")
+        opened_by(tmp_path, "second", files=ForkingFiles(name_of("first"), children)).tier.close()
+        disk = opened_by(tmp_path, "first")
         assert disk.here(NUMBERS) == NUMBERS
         disk.tier.close()
 
 
 def test_the_journal_of_another_slab_is_durable_before_it_is_trimmed(tmp_path: Path) -> None:
     """Otherwise a power loss could revive removed entries of blocks behind the new end."""
-    disk = life(tmp_path, "killed")
+    disk = opened_by(tmp_path, "killed")
     disk.write(NUMBERS)
     disk.kill()
     files, calls = FailingFiles(), list[str]()
     files.fail = lambda operation, offset: calls.append(operation)
     files.shorten = lambda fd, num_bytes: (calls.append("shorten"), os.ftruncate(fd, num_bytes))[0]  # type: ignore[method-assign, func-returns-value]
-    life(tmp_path, "other", files=files).tier.close()
+    opened_by(tmp_path, "other", files=files).tier.close()
     assert calls[calls.index("shorten") - 1] == "sync"
 
 
 def test_a_slab_that_cannot_grow_any_more_reads_on(tmp_path: Path) -> None:
     for producer in ("other", "model"):
-        disk = life(tmp_path, producer)
+        disk = opened_by(tmp_path, producer)
         disk.write([1])
         disk.tier.close()
     files = FailingFiles()
-    disk = life(tmp_path, files=files)
+    disk = opened_by(tmp_path, files=files)
     disk.versions = {1: 0}
     files.fail = raises(errno.EIO, "allocate")
     last = -1
@@ -318,10 +318,10 @@ def test_a_slab_that_cannot_grow_any_more_reads_on(tmp_path: Path) -> None:
 
 def test_growth_works_after_another_slab_was_deleted(tmp_path: Path) -> None:
     for producer in ("other", "model"):
-        disk = life(tmp_path, producer)
+        disk = opened_by(tmp_path, producer)
         disk.write([1])
         disk.tier.close()
-    disk = life(tmp_path)
+    disk = opened_by(tmp_path)
     (tmp_path / name_of("other")).unlink()
     numbers = list(range(100, 100 + NUM_BLOCKS - 1))
     for number in numbers:
@@ -335,7 +335,7 @@ def test_growth_works_after_another_slab_was_deleted(tmp_path: Path) -> None:
 
 @pytest.fixture
 def filled(tmp_path: Path) -> Path:
-    disk = life(tmp_path)
+    disk = opened_by(tmp_path)
     assert disk.write(NUMBERS) == NUMBERS
     disk.tier.close()
     return tmp_path
@@ -360,30 +360,30 @@ def test_a_read_error_at_the_opening_changes_nothing(filled: Path, region: tuple
     before, files = slab_in(filled).read_bytes(), FailingFiles()
     files.fail = metadata(region)
     with pytest.raises(UnavailableError, match="cannot be used now: its slab cannot be opened"):
-        life(filled, files=files)
+        opened_by(filled, files=files)
     assert slab_in(filled).read_bytes() == before
     files.fail = works
-    disk = life(filled, files=files)
+    disk = opened_by(filled, files=files)
     disk.versions = dict.fromkeys(NUMBERS, 0)
     assert disk.read(NUMBERS) == NUMBERS
     disk.tier.close()
 
 
-def test_a_damaged_superblock_beside_one_that_cannot_be_read_is_not_the_end(filled: Path) -> None:
+def test_a_damaged_superblock_beside_an_unreadable_one_loses_nothing(filled: Path) -> None:
     with slab_in(filled).open("r+b") as file:
         file.seek(40)
         file.write(b"damage")
     files = FailingFiles()
     files.fail = metadata((PAGE_BYTES, 2 * PAGE_BYTES))
     with pytest.raises(UnavailableError):
-        life(filled, files=files)
-    assert life(filled).here(NUMBERS) == NUMBERS
+        opened_by(filled, files=files)
+    assert opened_by(filled).here(NUMBERS) == NUMBERS
 
 
 @pytest.mark.parametrize("page", [3, LAYOUT.log_bytes // PAGE_BYTES - 1], ids=["used", "never used"])
 def test_compact_repairs_an_unreadable_journal(tmp_path: Path, page: int) -> None:
     """`kvoffload disk compact` keeps the readable blocks. Writing a bad sector makes it readable."""
-    disk = life(tmp_path)
+    disk = opened_by(tmp_path)
     for number in NUMBERS:
         disk.write([number])
     disk.tier.close()
@@ -400,12 +400,12 @@ def test_compact_repairs_an_unreadable_journal(tmp_path: Path, page: int) -> Non
     tries, compacting = itertools.count(), False
     files.fail = fail
     with pytest.raises(UnavailableError, match=r"1 pages of its journal cannot be read: .* disk compact"):
-        life(tmp_path, files=files)
+        opened_by(tmp_path, files=files)
     tries = itertools.count()
     with opened(tmp_path, files) as (slab, recovered):
         compacting = True
         compact(slab, recovered)
-    disk = life(tmp_path, files=files)
+    disk = opened_by(tmp_path, files=files)
     disk.versions = dict.fromkeys(NUMBERS, 0)
     assert len(disk.read(NUMBERS)) == (9 if page == 3 else 10)
     assert disk.tier.stats().journal_damage == 0
@@ -414,7 +414,7 @@ def test_compact_repairs_an_unreadable_journal(tmp_path: Path, page: int) -> Non
 
 def test_a_journal_that_cannot_be_read_when_its_log_is_full_is_not_written_over(tmp_path: Path) -> None:
     files = FailingFiles()
-    disk = life(tmp_path, files=files)
+    disk = opened_by(tmp_path, files=files)
     disk.write(NUMBERS)
     files.fail = metadata(LOG)
     for number in range(100, 200):
@@ -427,12 +427,12 @@ def test_a_journal_that_cannot_be_read_when_its_log_is_full_is_not_written_over(
     assert disk.read(NUMBERS) == NUMBERS
     files.fail = works
     disk.tier.close()
-    again = life(tmp_path)
+    again = opened_by(tmp_path)
     assert again.here(NUMBERS) == NUMBERS
     again.tier.close()
 
 
-# ---- who may open it
+# ---- locks and forks
 
 FORKING = """
 import os, sys, time
@@ -461,7 +461,7 @@ def test_an_owner_that_is_killed_leaves_no_lock_with_its_children(tmp_path: Path
         owner.wait()
         try:
             os.kill(child, 0)
-            disk = life(tmp_path)
+            disk = opened_by(tmp_path)
             assert disk.here([1]) == [1]
             disk.tier.close()
         finally:
@@ -519,7 +519,7 @@ def test_a_process_forked_during_the_wait_does_not_hold_the_lock(
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_forked_process_cannot_use_the_tier(tmp_path: Path) -> None:
-    disk = life(tmp_path)
+    disk = opened_by(tmp_path)
     disk.write([1])
 
     def refused() -> bool:
@@ -531,18 +531,18 @@ def test_a_forked_process_cannot_use_the_tier(tmp_path: Path) -> None:
         return False
 
     assert in_a_fork(refused)
-    assert disk.read([1]) == [1], "the parent's still works"
+    assert disk.read([1]) == [1], "the parent's tier still works"
     with pytest.raises(UnavailableError, match="has it open"):
-        life(tmp_path)
+        opened_by(tmp_path)
     with a_child_that_lives_on():
         disk.tier.close()
-        life(tmp_path).tier.close()
+        opened_by(tmp_path).tier.close()
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("call", ["drain", "clear", "delete", "finish_request", "finished"])
 def test_calls_in_a_forked_process_do_not_block(tmp_path: Path, call: str) -> None:
-    disk = life(tmp_path)
+    disk = opened_by(tmp_path)
     disk.write([1])
     request = disk.tier.begin_request("r")
 
@@ -576,7 +576,7 @@ def test_calls_in_a_forked_process_do_not_block(tmp_path: Path, call: str) -> No
 
 def test_the_lock_ends_when_a_hang_does(tmp_path: Path) -> None:
     files, answers, is_called = FailingFiles(), threading.Event(), threading.Event()
-    disk = life(tmp_path, files=files)
+    disk = opened_by(tmp_path, files=files)
     disk.tier.close_timeout_s = 0.1
 
     def hang(operation: str, offset: int) -> None:
@@ -588,13 +588,13 @@ def test_the_lock_ends_when_a_hang_does(tmp_path: Path) -> None:
     assert is_called.wait(HANGS_S)
     disk.tier.close()
     with pytest.raises(UnavailableError, match="has it open"):
-        life(tmp_path)
+        opened_by(tmp_path)
     answers.set()
     until = time.monotonic() + HANGS_S
     while disk.tier._lock.held:
         assert time.monotonic() < until
         time.sleep(0.01)
-    again = life(tmp_path)
+    again = opened_by(tmp_path)
     assert again.here([1]) == [1]
     again.tier.close()
 
@@ -624,11 +624,11 @@ def test_threads_that_cannot_be_started_leave_nothing(
 
     monkeypatch.setattr(threading.Thread, "start", limited)
     with pytest.raises(UnavailableError, match="num_threads: 6 cannot be used now"):
-        life(tmp_path, num_threads=6)
+        opened_by(tmp_path, num_threads=6)
     monkeypatch.undo()
     assert not any(thread.is_alive() for thread in started)
     assert open_files(tmp_path) == []
-    life(tmp_path).tier.close()
+    opened_by(tmp_path).tier.close()
 
 
 @pytest.mark.parametrize(
@@ -653,10 +653,10 @@ def test_an_opening_that_fails_leaves_no_file_open(filled: Path, options: dict[s
         with pytest.raises(ConfigError):
             Disk(filled, **arguments)  # type: ignore[arg-type]
     assert open_files(filled) == []
-    assert life(filled).here(NUMBERS) == NUMBERS
+    assert opened_by(filled).here(NUMBERS) == NUMBERS
 
 
-# ---- others on the same machine
+# ---- other users on the same machine
 
 
 def test_links_are_not_followed(filled: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -665,15 +665,15 @@ def test_links_are_not_followed(filled: Path, tmp_path_factory: pytest.TempPathF
     precious.write_text("data")
     (elsewhere / LOCK_NAME).symlink_to(precious)
     with pytest.raises(ConfigError, match="is a link: delete it"):
-        life(elsewhere)
+        opened_by(elsewhere)
     assert precious.read_text() == "data"
     (elsewhere / LOCK_NAME).unlink()
     (elsewhere / name_of("model")).symlink_to(slab_in(filled))
     with pytest.raises(ConfigError, match="symbolic link to a file elsewhere"):
-        life(elsewhere)
+        opened_by(elsewhere)
     (elsewhere / name_of("model")).unlink()
     (elsewhere / (name_of("model") + ".new")).symlink_to(precious)
-    life(elsewhere).tier.close()
+    opened_by(elsewhere).tier.close()
     assert precious.read_text() == "data"
 
 
@@ -682,25 +682,25 @@ def test_one_slab_under_two_names_has_one_owner(
 ) -> None:
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     os.link(slab_in(filled), elsewhere / name_of("model"))
-    disk = life(filled)
+    disk = opened_by(filled)
     with pytest.raises(UnavailableError, match="open under another name"):
-        life(elsewhere)
+        opened_by(elsewhere)
     with pytest.raises(UnavailableError, match="open under another name"), opened(elsewhere):
         pass
     disk.tier.close()
-    assert life(elsewhere).here(NUMBERS) == NUMBERS
+    assert opened_by(elsewhere).here(NUMBERS) == NUMBERS
 
 
-def test_a_directory_that_everybody_may_write_to_is_refused_with_the_cure(filled: Path) -> None:
+def test_a_world_writable_directory_is_refused_with_a_remedy(filled: Path) -> None:
     filled.chmod(0o777)
     with pytest.raises(ConfigError, match=f"chmod o-w {filled}, or use a directory in it"):
-        life(filled)
+        opened_by(filled)
     filled.chmod(0o770)
     slab_in(filled).chmod(0o666)
     with pytest.raises(ConfigError, match=f"chmod o-w {slab_in(filled)}"):
-        life(filled)
+        opened_by(filled)
     slab_in(filled).chmod(0o600)
-    assert life(filled).here(NUMBERS) == NUMBERS
+    assert opened_by(filled).here(NUMBERS) == NUMBERS
 
 
 def test_a_directory_of_another_user_is_refused(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -717,22 +717,22 @@ def test_a_directory_of_another_user_is_refused(filled: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("make", "what"),
+    ("make", "kind"),
     [(os.mkdir, "a directory"), (os.mkfifo, "a named pipe"), (lambda path: bind(path), "a socket")],
     ids=["directory", "pipe", "socket"],
 )
 @pytest.mark.parametrize("end", ["", ".new"])
 def test_a_name_of_a_slab_that_is_not_a_file_is_refused(
-    tmp_path: Path, make: Callable[[Path], None], what: str, end: str
+    tmp_path: Path, make: Callable[[Path], None], kind: str, end: str
 ) -> None:
     path = tmp_path / (name_of("model") + end)
     make(path)
     before = path.lstat()
-    with pytest.raises(ConfigError, match=f"{path.name}.* it is {what} .*move it or delete it"):
-        life(tmp_path)
+    with pytest.raises(ConfigError, match=f"{path.name}.* it is {kind} .*move it or delete it"):
+        opened_by(tmp_path)
     assert path.lstat().st_ino == before.st_ino
     assert open_files(tmp_path) == []
-    other = life(tmp_path, "another model") if not end else None
+    other = opened_by(tmp_path, "another model") if not end else None
     if other is not None:
         assert other.write([1]) == [1]
         other.tier.close()
@@ -753,10 +753,10 @@ def bind(path: Path) -> None:
 @pytest.mark.parametrize(
     "checkpoints", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
 )
-def test_a_reset_is_for_good_though_the_clock_is_set_back(tmp_path: Path, checkpoints: int) -> None:
+def test_a_reset_is_permanent_although_the_clock_is_set_back(tmp_path: Path, checkpoints: int) -> None:
     """Deleted blocks of old weights stay away if the group with the removals or a checkpoint is damaged."""
     files = FailingFiles(2e9)
-    disk = life(tmp_path, files=files)
+    disk = opened_by(tmp_path, files=files)
     disk.write(NUMBERS)
     disk.tier.drain(HANGS_S)
     disk.tier.delete(keys_of(NUMBERS))
@@ -765,7 +765,7 @@ def test_a_reset_is_for_good_though_the_clock_is_set_back(tmp_path: Path, checkp
         with opened(tmp_path, files) as (slab, recovered):
             compact(slab, recovered)
     files.clock_s = 2e9 - 86400
-    disk = life(tmp_path, files=files)
+    disk = opened_by(tmp_path, files=files)
     disk.tier.clear()
     assert disk.tier.drain(HANGS_S)
     floor = disk.slab.void_before
@@ -776,17 +776,17 @@ def test_a_reset_is_for_good_though_the_clock_is_set_back(tmp_path: Path, checkp
         damaged = bytearray(whole)
         damaged[offset + 20] ^= 1
         slab_in(tmp_path).write_bytes(bytes(damaged))
-        disk = life(tmp_path, files=files)
+        disk = opened_by(tmp_path, files=files)
         assert disk.here(NUMBERS) == []
         disk.tier.close()
 
 
 def test_a_clock_before_1970(tmp_path: Path) -> None:
     files = FailingFiles(-1000.0)
-    disk = life(tmp_path, files=files)
+    disk = opened_by(tmp_path, files=files)
     assert disk.write(NUMBERS) == NUMBERS
     disk.tier.close()
-    disk = life(tmp_path, files=files)
+    disk = opened_by(tmp_path, files=files)
     disk.versions = dict.fromkeys(NUMBERS, 0)
     assert disk.read(NUMBERS) == NUMBERS
     assert disk.write([20]) == [20]
@@ -797,13 +797,13 @@ def test_a_clock_before_1970(tmp_path: Path) -> None:
 
 def test_blocks_written_in_future_hours_count_in_the_present_hour(tmp_path: Path) -> None:
     files = FailingFiles(3e9)
-    disk = life(tmp_path, files=files)
+    disk = opened_by(tmp_path, files=files)
     disk.write(NUMBERS)
     disk.tier.close()
     now_s = 2e9
     for hours in range(3):
         files.clock_s = now_s + hours * 3600
-        disk = life(tmp_path, files=files)
+        disk = opened_by(tmp_path, files=files)
         assert disk.tier.written_before == {int(now_s) // 3600: 10}
         disk.tier.close()
         with opened(tmp_path, files) as (slab, recovered):
@@ -819,7 +819,7 @@ def test_a_clock_ahead_at_one_start_costs_one_day_of_budgeted_writes(
         """Return the number of blocks that a tier may write on this day within its budget."""
         files = FailingFiles(2e9 + day * 86400)
         budget = WriteBudget(20 * PAGE_BYTES, files.time_s)
-        driver = Driver(life(tmp_path, files=files, write_budget=budget).tier)
+        driver = Driver(opened_by(tmp_path, files=files, write_budget=budget).tier)
         count = len(driver.write([int(day) * 100 + n for n in range(25)]))
         driver.tier.close()
         return count

@@ -30,7 +30,7 @@ DAMAGES = int(os.environ.get("KVOFFLOAD_DAMAGES", "4"))
 
 
 @pytest.mark.parametrize("policy", ["lru", "s3fifo"])
-def test_the_reader_in_examples_reads_what_the_tier_wrote(tmp_path: Path, policy: str) -> None:
+def test_the_reader_in_examples_reads_blocks_of_the_tier(tmp_path: Path, policy: str) -> None:
     read_slab = runpy.run_path(str(READER))["read_slab"]
     disk, chance = Disk(tmp_path, 12, 5000, policy=policy), random.Random(3)
     for step in range(60):
@@ -46,7 +46,7 @@ def test_the_reader_in_examples_reads_what_the_tier_wrote(tmp_path: Path, policy
         assert payload == block_of(number, disk.versions[number], 5000).tobytes()
 
 
-def test_the_reader_is_short_and_imports_nothing_of_ours() -> None:
+def test_the_reader_is_short_and_does_not_import_kvoffload() -> None:
     text = READER.read_text()
     assert len(text.splitlines()) <= 90
     assert "import kvoffload" not in text
@@ -56,8 +56,8 @@ def test_the_reader_is_short_and_imports_nothing_of_ours() -> None:
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, DAMAGES))]
 )
-def test_the_reader_reads_what_is_left_of_a_damaged_slab(tmp_path: Path, seed: int) -> None:
-    """The example reader handles pages that are flipped, zeroed, outdated or moved as the tier does."""
+def test_the_reader_agrees_with_the_tier_on_a_damaged_slab(tmp_path: Path, seed: int) -> None:
+    """The example reader handles flipped, zeroed, outdated and moved pages like the tier."""
     read_slab = runpy.run_path(str(READER))["read_slab"]
     chance = random.Random(seed)
     earlier = live_and_close(tmp_path, chance)
@@ -178,7 +178,7 @@ def superblock_of(sound: tuple[str, bytes]) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("num_slots", [2**20, 2**30, 2**31, 2**40])
-def test_a_superblock_that_names_more_slots_than_there_are_with_sizes_that_match(
+def test_a_superblock_with_too_many_slots_and_matching_sizes_is_refused(
     tmp_path: Path, sound_slab: tuple[str, bytes], num_slots: int
 ) -> None:
     layout = Layout(5000, KEY_BYTES, num_slots)
@@ -247,7 +247,7 @@ def documented(heading: str) -> dict[int, int]:
         ("Blocks", np.dtype(header_dtype(KEY_BYTES).descr[:-1])),
     ],
 )
-def test_the_tables_are_those_of_the_code(heading: str, dtype: np.dtype[Any]) -> None:
+def test_tables_agree_with_the_code(heading: str, dtype: np.dtype[Any]) -> None:
     assert dtype.fields is not None
     assert documented(heading) == {field[1]: field[0].itemsize for field in dtype.fields.values()}
 
@@ -266,7 +266,7 @@ def test_records_have_no_gaps() -> None:
 
 
 @given(st.integers(0, 5), st.integers(0, 5), st.integers(0, 5), st.integers(1, 40), st.integers(0, 2**32 - 1))
-def test_a_group_comes_back_as_it_went(
+def test_a_decoded_group_equals_the_encoded_group(
     removed: int, added: int, used: int, key_bytes: int, seed: int
 ) -> None:
     layout, chance = Layout(4096, key_bytes, 100), np.random.default_rng(seed)
@@ -294,7 +294,7 @@ def test_slots_are_numbered_in_32_bits() -> None:
     assert Layout.within(1 << 62, 4096, 8).num_slots == 1 << 30
 
 
-def test_what_is_named_as_the_least_is_enough() -> None:
+def test_smallest_named_capacity_suffices() -> None:
     with pytest.raises(ConfigError, match=r"\d+ or more, the size of a directory with one block") as refused:
         Layout.within(1, 4096, 8)
     least = int(str(refused.value).split("allowed: ")[1].split()[0])
@@ -304,7 +304,7 @@ def test_what_is_named_as_the_least_is_enough() -> None:
 
 
 @given(st.integers(1, 1 << 22), st.integers(1, 64), st.integers(0, 1 << 34))
-def test_a_layout_fills_what_it_is_given(block_bytes: int, key_bytes: int, capacity_bytes: int) -> None:
+def test_a_layout_fills_its_capacity(block_bytes: int, key_bytes: int, capacity_bytes: int) -> None:
     try:
         layout = Layout.within(capacity_bytes, block_bytes, key_bytes)
     except ConfigError:

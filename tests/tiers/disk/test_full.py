@@ -51,9 +51,9 @@ def test_growth_is_tried_again_after_a_pause(full: tuple[Disk, FailingFiles]) ->
         before = len(tried)
         for number in range(50 * attempt, 50 * attempt + 50):
             disk.write([number])
-        assert 1 <= len(tried) - before <= 3, "once a pause"
+        assert 1 <= len(tried) - before <= 3, "once in each pause"
         assert capacity <= disk.tier.stats().capacity <= capacity + 1
-    assert disk.tier.stats().failed <= 3, "one block each time"
+    assert disk.tier.stats().failed <= 3, "one block for each attempt"
     files.fail = works
     files.passed_s += 1000
     wanted = list(range(1000, 1000 + NUM_BLOCKS))

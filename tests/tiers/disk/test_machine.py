@@ -64,7 +64,7 @@ class DiskMachine(RuleBasedStateMachine):
     @rule()
     def collect(self) -> None:
         assert self.disk.tier.drain(HANGS_S)
-        # Reads first: they may have begun before the block was deleted and written anew.
+        # Reads first: they may have begun before the block was deleted and written again.
         for result in sorted(self.disk.tier.finished(), key=lambda result: self.under_way[result.job][1]):
             numbers, version, pool = self.under_way.pop(result.job)
             for row, (number, ok) in enumerate(zip(numbers, result.ok.tolist(), strict=True)):

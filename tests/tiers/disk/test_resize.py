@@ -313,7 +313,7 @@ def test_a_second_crash_at_every_write_and_sync_of_the_resumption(tmp_path: Path
         write_image(once, slab_name(), image)
         second = Recorder()
         close(Disk(once, resumed, files=second))
-        # All of them where the superblocks differ, elsewhere every fifth, from another one each time.
+        # Every position where the superblocks differ; elsewhere every fifth, with a different first position.
         start, step = (0, 1) if image[:4096] != image[4096:8192] else (position % 5, 5)
         image = padded(image, second)
         for next_position in range(start, second.position + 1, step):

@@ -42,10 +42,10 @@ def order_of(disk: Disk) -> list[bytes]:
 
 
 @pytest.mark.parametrize("block_bytes", [1, 4096, 5000])
-def test_what_is_written_is_read_also_after_reopening(tmp_path: Path, block_bytes: int) -> None:
+def test_written_blocks_are_read_also_after_reopening(tmp_path: Path, block_bytes: int) -> None:
     disk = Disk(tmp_path, 20, block_bytes)
     assert disk.write(NUMBERS) == NUMBERS
-    assert disk.write(NUMBERS) == [], "it has them"
+    assert disk.write(NUMBERS) == [], "the tier has the blocks"
     assert disk.read(NUMBERS[::-1]) == NUMBERS[::-1]
     disk.tier.close()
     again = Disk(tmp_path, 20, block_bytes)
@@ -58,7 +58,7 @@ def test_what_is_written_is_read_also_after_reopening(tmp_path: Path, block_byte
     again.tier.close()
 
 
-def test_rows_of_a_pool_that_lie_badly(tmp_path: Path) -> None:
+def test_rows_of_a_pool_with_gaps_and_without_alignment(tmp_path: Path) -> None:
     """Rows that are unaligned, have gaps, and are read into other rows."""
     tier = DiskTier(tmp_path, capacity_for(20, 8192), 8192, key_bytes=KEY_BYTES, fingerprint="model")
     memory = np.random.default_rng(0).integers(0, 256, 20 * 8200 + 7, np.uint8)
@@ -129,7 +129,7 @@ def test_files_stay_within_the_capacity(tmp_path: Path) -> None:
         assert Layout.holding(4096, 32, slots + 1).file_bytes + 4096 > capacity, "no further slot would fit"
 
 
-def test_its_files_are_its_owners_alone(tmp_path: Path) -> None:
+def test_files_are_accessible_to_their_owner_only(tmp_path: Path) -> None:
     disk = Disk(tmp_path / "made", 4)
     disk.tier.close()
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "made").iterdir()}
@@ -186,8 +186,8 @@ def test_the_head_of_a_batch_is_taken_when_the_queue_is_small(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "policy", ["lru", "arc", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHER_POLICIES)]
 )
-def test_it_comes_back_warm(tmp_path: Path, policy: str) -> None:
-    """A reopened tier has the contents, and for policies by insertion or use the exact order."""
+def test_a_reopened_tier_is_warm(tmp_path: Path, policy: str) -> None:
+    """A reopened tier has all blocks and, for policies ordered by insertion or use, their exact order."""
     disk, chance = Disk(tmp_path, 30, policy=policy), np.random.default_rng(1)
     for _ in range(40):
         numbers = chance.choice(60, 6, replace=False).tolist()
@@ -207,7 +207,7 @@ def test_it_comes_back_warm(tmp_path: Path, policy: str) -> None:
 
 
 def test_uses_are_known_after_reopening(tmp_path: Path) -> None:
-    """ARC keeps blocks with two uses, which scans do not evict."""
+    """Scans do not evict blocks with two uses from ARC."""
     disk = Disk(tmp_path, 20, policy="arc")
     disk.write(NUMBERS)
     disk.use(NUMBERS[:4])
@@ -246,7 +246,7 @@ def test_a_request_that_wrote_a_block_has_not_used_it_again(tmp_path: Path) -> N
     again.tier.close()
 
 
-def test_admission_is_its_own(tmp_path: Path) -> None:
+def test_each_tier_has_its_own_admission(tmp_path: Path) -> None:
     disk = Disk(tmp_path, 20, admission="reuse:2")
     assert disk.write(NUMBERS) == []
     assert disk.tier.stats().refused == 10

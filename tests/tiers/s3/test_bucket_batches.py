@@ -1,4 +1,4 @@
-"""Batches of a bucket whose requests fail in part, and handshakes that a reset overtakes. No network."""
+"""Batches of a bucket with failed requests, and handshakes overtaken by a reset. Uses no network."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Objects:
         self.asked: list[str] = []
         self.before: Before | None = None
 
-    def names(self, part: str) -> list[str]:
-        return sorted(name for name in self.held if part in name)
+    def names(self, word: str) -> list[str]:
+        return sorted(name for name in self.held if word in name)
 
     async def ask(self, method: str, name: str) -> None:
         self.asked.append(method)

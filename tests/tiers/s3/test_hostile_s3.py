@@ -1,6 +1,6 @@
-"""A hostile S3 server causes misses alone: no wrong byte, exception, aborted process or memory growth.
+"""A hostile S3 server causes only misses: no wrong byte, exception, crash or memory growth.
 
-Each test is a case that once failed. `python tests/support/hostile_s3.py` runs all attacks in any order.
+Each test is a case that once failed. `python tests/support/hostile_s3.py` runs all attacks in random order.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ ABORTING = [
 @pytest.mark.parametrize("attack", sampled(ABORTING, 6))
 @pytest.mark.slow
 def test_false_lengths_neither_abort_the_process_nor_take_memory(attack: str) -> None:
-    """Run in another process: obstore aborted its process for such lengths in bodies and in errors."""
+    """Runs in another process, because obstore aborted its process for false lengths of bodies and errors."""
     total, _ = soak(seed=1, rounds=1, names=[attack])
     assert (total.attacks, total.aborts, total.escapes, total.wrong, total.not_back) == (1, 0, 0, 0, 0), total
     assert total.growth_mb < 64
@@ -281,10 +281,10 @@ def test_refused_keys_are_read_again_from_an_unchanged_file(
 class Metadata(BaseHTTPRequestHandler):
     """The metadata service of EC2, which gives a machine the keys of its role."""
 
-    asked: ClassVar[list[str]] = []
+    paths: ClassVar[list[str]] = []
 
     def _answer(self) -> None:
-        self.asked.append(self.path)
+        self.paths.append(self.path)
         keys = {"AccessKeyId": "AKIAROLE", "SecretAccessKey": SECRET, "Token": "t", "Code": "Success"}
         texts = {"token": "t", "": "role", "role": json.dumps({**keys, "Expiration": "2099-01-01T00:00:00Z"})}
         body = texts[self.path.rpartition("/")[2]].encode()
@@ -299,7 +299,7 @@ class Metadata(BaseHTTPRequestHandler):
         pass
 
 
-def test_keys_of_a_role_are_asked_for_once(
+def test_keys_of_a_role_are_requested_once(
     make: Callable[..., Client], server: HostileS3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in os.environ if name.startswith("AWS_")]:
@@ -313,14 +313,14 @@ def test_keys_of_a_role_are_asked_for_once(
             client = make(server.port)
             assert client.write(*PATH[:8]) == [*PATH[:8]]
             assert client.read(*PATH[:8]) == [*PATH[:8]]
-            assert len(Metadata.asked) == 3, "a token, the role, and its keys"
+            assert len(Metadata.paths) == 3, "a token, the role, and its keys"
         finally:
             metadata.shutdown()
             thread.join()
 
 
 def test_obstore_makes_no_request_to_a_bucket() -> None:
-    """Obstore trusts lengths in replies, so it only signs, and makes stores to sign with."""
+    """Obstore trusts lengths in replies, so it is used only for signatures."""
     package = Path(kvoffload.__file__).parent
     importing = {
         str(path.relative_to(package))
@@ -444,7 +444,7 @@ def test_slow_name_server_costs_no_more_than_the_deadline(server: HostileS3) -> 
         with pytest.raises(TimeoutError):
             bucket.run([size()], time.monotonic() + 0.05)
     assert time.monotonic() - begun < 5.0
-    assert len(lookups) == 1, "one thread asks"
+    assert len(lookups) == 1, "one thread makes the lookup"
     may_answer.set()
     bucket.run([size()], time.monotonic() + PATIENCE_S)
     server.drop_connections()

@@ -217,7 +217,7 @@ def test_known_paths_are_bounded(client: Client) -> None:
     assert client.presence(1, 20) == [None, None]
 
 
-def test_object_is_written_although_half_is_believed_present(client: Client) -> None:
+def test_object_is_written_although_half_is_cached_as_present(client: Client) -> None:
     client.assume_present(1, 2)
     assert client.write(1, 2, 3, 4) == [1, 2, 3, 4]
 
@@ -256,7 +256,7 @@ def test_concurrent_starts_make_one_epoch(tmp_path: Path, make: Callable[..., Cl
 
 
 def test_range_of_a_truncated_object(make: Callable[..., Client], tmp_path: Path) -> None:
-    """Moto answers ranges as S3 does. The ranges begin behind, or extend over, the end of the object."""
+    """Moto serves ranges like S3. The ranges begin behind the end of the object, or extend over it."""
     with running(Moto, tmp_path) as server:
         assert isinstance(server, Moto)
         client = make(server.port)

@@ -182,7 +182,9 @@ def test_all_addresses_share_one_deadline(silent: SocketAddress, monkeypatch: py
     """Regression: eight silent addresses took eight deadlines."""
     tried = []
     begin = room._begin
-    monkeypatch.setattr(room, "_begin", lambda address, *more: (tried.append(address), begin(address, *more)))
+    monkeypatch.setattr(
+        room, "_begin", lambda address, *arguments: (tried.append(address), begin(address, *arguments))
+    )
     for seconds in (1.0, 4.0, 16.0):  # longer on a busy machine
         tried.clear()
         deadline = time.monotonic() + seconds

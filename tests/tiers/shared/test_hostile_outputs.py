@@ -82,7 +82,7 @@ def url(server: FakeServer) -> str:
 def test_text_of_a_server_is_escaped_in_every_output(
     name: str, server: FakeServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A command fails at its start; an engine goes on without the tier."""
+    """A command fails at its start; an engine continues without the tier."""
     attack = REPLIES[name]
     server.attack = attack[0] if isinstance(attack, tuple) else attack
     texts = []
@@ -122,13 +122,13 @@ def facts(**values: str) -> bytes:
     "text", ["[/foo]", "[bold]x", "[link=http://h]y[/link]", ESCAPES, "x" * 3000, PASSWORD]
 )
 def test_markup_escapes_and_secrets_in_facts_are_printed_as_text(server: FakeServer, text: str) -> None:
-    said = text.replace("\r", " ")
+    line = text.replace("\r", " ")
     names = ("redis_version", "role", "mem_allocator", "maxmemory_policy")
-    info = facts(**dict.fromkeys(names, said))
-    settings = encoded([b"save", said.encode(), b"maxmemory-samples", b"9" * 300])
+    reply = facts(**dict.fromkeys(names, line))
+    settings = encoded([b"save", line.encode(), b"maxmemory-samples", b"9" * 300])
 
     def attack(moment: Moment) -> Any:
-        return [{b"INFO": info, b"CONFIG": settings}.get(moment.verb, moment.correct)]
+        return [{b"INFO": reply, b"CONFIG": settings}.get(moment.verb, moment.correct)]
 
     server.attack = attack
     for form in ("terminal", "json"):
@@ -138,7 +138,7 @@ def test_markup_escapes_and_secrets_in_facts_are_printed_as_text(server: FakeSer
         assert "\x1b" not in done.stdout
         assert "\n2026" not in done.stdout
     (report,) = json.loads(done.stdout)
-    assert report["version"] == f"Redis {printable(said, PASSWORD)}"[:MOST_CHARACTERS] or len(said) > 190
+    assert report["version"] == f"Redis {printable(line, PASSWORD)}"[:MOST_CHARACTERS] or len(line) > 190
 
 
 def test_names_of_a_namespace_are_printed_as_text(server: FakeServer) -> None:
@@ -182,7 +182,7 @@ def test_damaged_epoch_is_refused_with_the_remedy(server: FakeServer, value: byt
 
 
 @pytest.mark.parametrize("verb", [b"SET", b"GET", b"EXISTS", b"DEL"])
-def test_missing_right_is_refused_as_ping_says(server: FakeServer, verb: bytes) -> None:
+def test_missing_right_is_refused_with_the_servers_reason(server: FakeServer, verb: bytes) -> None:
     server.attack = on(verb, b"-NOPERM User a has no permissions to run the '%b' command\r\n" % verb.lower())
     with pytest.raises(ConfigError, match=f"NOPERM .* '{verb.decode().lower()}' command"):
         ValkeyOptions(url=url(server)).open(OWNER)

@@ -69,9 +69,9 @@ def test_names_and_headers_agree_with_docs_formats() -> None:
     assert EPOCH.producer.hex() == producer
     assert epoch_name("ns", EPOCH.producer) == f"kvo1:ns:{producer}:epoch".encode()
     assert EPOCH.names(some_keys(258)) == [f"kvo1:ns:{producer}:0000000000000007:{'00' * 34}0102".encode()]
-    (rest,) = rest_names(EPOCH.names(some_keys(258)))
-    assert rest == EPOCH.names(some_keys(258))[0] + b"+"
-    assert is_rest(rest)
+    (rest_name,) = rest_names(EPOCH.names(some_keys(258)))
+    assert rest_name == EPOCH.names(some_keys(258))[0] + b"+"
+    assert is_rest(rest_name)
     block = np.arange(BLOCK_BYTES, dtype=np.uint8).reshape(1, -1)
     (header,) = EPOCH.headers(some_keys(258), np.array([address_of(block)]), BLOCK_BYTES)
     assert (HEADER_BYTES, len(header.tobytes())) == (64, 64)
@@ -79,7 +79,7 @@ def test_names_and_headers_agree_with_docs_formats() -> None:
         "4b564f424c4f434b" "01000000" "40000000" "0002000000000000" + producer + "0700000000000000"
         "03397dc5519ef54bf6192f66b3a4fe6b"
     )  # fmt: skip
-    # The same by the library, with a seed from the key and the epoch.
+    # The library gives the same checksum, with a seed from the key and the epoch.
     place = xxhash.xxh3_64_intdigest(b"kvo1\0ns\0" + EPOCH.producer, 7)
     seed = int(header["key"]) ^ place
     assert int(header["checksum"]) == xxhash.xxh3_64_intdigest(block.tobytes(), seed)
@@ -142,7 +142,7 @@ def test_each_division_has_a_slot_of_its_own() -> None:
 
 
 def test_epoch_keys_of_a_divided_epoch() -> None:
-    """The epoch knows two divisions; 200 blocks are in many."""
+    """The epoch knows two divisions; 200 blocks are in many divisions."""
     keys = some_keys(*range(200))
     divisions = keys.digests >> np.uint64(56)
     epoch = DividedEpoch("ns", EPOCH.producer, (int(divisions[0]), int(divisions[1])), (5, None))
@@ -221,7 +221,7 @@ def test_presence_cache_entries_expire() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.booleans()), max_size=60))
 def test_presence_cache_is_bounded_and_exact(learnt: list[tuple[int, bool]]) -> None:
-    """Compared with a dictionary: known blocks have the state that was learnt last."""
+    """Compares with a dictionary: known blocks have the state that was learnt last."""
     cache, oracle = PresenceCache(Clock(), 8), dict[int, bool]()
     for number, present in learnt:
         cache.learn(some_keys(number).digests, np.array([present]))
@@ -235,7 +235,7 @@ def test_presence_cache_is_bounded_and_exact(learnt: list[tuple[int, bool]]) -> 
 
 @given(st.lists(st.one_of(st.integers(0, 40), st.none()), max_size=60))
 def test_cleared_presence_cache_knows_nothing(learnt: list[int | None]) -> None:
-    """None clears the cache. Compared with a set, in a table whose entries share places."""
+    """Compares with a set, in a table whose entries share places; None clears the cache."""
     cache, oracle = PresenceCache(Clock(), 8), set[int]()
     for number in learnt:
         if number is None:
@@ -419,10 +419,10 @@ def test_replies_of_any_type_are_read_in_any_pieces(step: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "said", [b"$2000000\r\n", b"*-2\r\n", b"*9999999\r\n", b"%1\r\n", b"*1\r\nx\r\n", b"*1\r\n" * 200_000]
+    "stream", [b"$2000000\r\n", b"*-2\r\n", b"*9999999\r\n", b"%1\r\n", b"*1\r\nx\r\n", b"*1\r\n" * 200_000]
 )
-def test_reply_is_bounded(said: bytes) -> None:
-    with server_that_sends(said) as connection, pytest.raises(ProtocolError):
+def test_reply_is_bounded(stream: bytes) -> None:
+    with server_that_sends(stream) as connection, pytest.raises(ProtocolError):
         connection.answer(patience())
 
 
@@ -434,8 +434,10 @@ def test_commands_are_encoded() -> None:
 def test_values_are_read_in_any_pieces(step: int) -> None:
     body = bytes(range(64)) + b"\r\n$-1\r\n" * (BLOCK_BYTES // 8) + b"z" * (BLOCK_BYTES % 7)
     body = body.ljust(64 + BLOCK_BYTES, b"-")[: 64 + BLOCK_BYTES]
-    said = b"+OK\r\n:1\r\n" + value(body) + b"$-1\r\n" + value(b"") + value(body[::-1]) + b"-ERR no\r\n:0\r\n"
-    with server_that_sends(said, step=step) as connection:
+    stream = (
+        b"+OK\r\n:1\r\n" + value(body) + b"$-1\r\n" + value(b"") + value(body[::-1]) + b"-ERR no\r\n:0\r\n"
+    )
+    with server_that_sends(stream, step=step) as connection:
         assert connection.reply(patience()) == b"OK"
         assert connection.reply(patience()) == 1
         assert take(connection) == (len(body), body[:64], body[64:])
@@ -453,18 +455,18 @@ def test_values_are_read_in_any_pieces(step: int) -> None:
 @given(st.integers(1, 60), st.integers(0, 900))
 @example(3, 5)
 def test_many_lines_are_read_in_any_pieces(step: int, count: int) -> None:
-    said = [b":%d" % (n % 2) if n % 7 else b"-ERR %d" % n for n in range(count)]
-    stream = b"".join(b"%b\r\n" % line for line in said)
+    lines = [b":%d" % (n % 2) if n % 7 else b"-ERR %d" % n for n in range(count)]
+    stream = b"".join(b"%b\r\n" % line for line in lines)
     with server_that_sends(
         b"+first\r\n" + stream + b"+last\r\n", step=max(step, len(stream) // 200)
     ) as connection:
         assert connection.reply(patience()) == b"first"
-        assert connection.lines(count, patience()) == said
+        assert connection.lines(count, patience()) == lines
         assert connection.reply(patience()) == b"last"
 
 
 def test_thread_is_woken_once_for_the_replies_of_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wake-up for each reply cost as much as sending the blocks."""
+    """Regression: waking up for each reply took as long as sending the blocks."""
     monkeypatch.setattr(resp, "SHORT_WAIT_S", 60.0)
     with server_that_sends(b"+OK\r\n" * 200, step=5, then_hangs=True) as connection:
         calls, receive = [], connection.receive
@@ -484,15 +486,15 @@ def test_shorter_replies_are_read_after_a_short_wait() -> None:
 def test_short_replies_are_read_in_any_pieces(step: int) -> None:
     stream = value(b"0123") + b"$-1\r\n-NO way\r\n" + value(b"") + value(b"9") + b":7\r\n"
     with server_that_sends(stream, step=step) as connection:
-        first, second, error, *others = connection.short_replies(5, patience())
-        assert (first, second, *others) == (b"0123", None, b"", b"9")
+        first, second, error, *more_replies = connection.short_replies(5, patience())
+        assert (first, second, *more_replies) == (b"0123", None, b"", b"9")
         assert isinstance(error, ServerError)
         assert connection.reply(patience()) == 7, "the next reply is left"
 
 
-@pytest.mark.parametrize("said", [b":1\r\n", b"$3\r\nab\r\n", b"$2\r\nabc\r\n", b"$x\r\n", b"\r\n"])
-def test_other_reply_than_a_short_one_ends_the_connection(said: bytes) -> None:
-    with server_that_sends(said) as connection, pytest.raises(ProtocolError):
+@pytest.mark.parametrize("stream", [b":1\r\n", b"$3\r\nab\r\n", b"$2\r\nabc\r\n", b"$x\r\n", b"\r\n"])
+def test_other_reply_than_a_short_one_ends_the_connection(stream: bytes) -> None:
+    with server_that_sends(stream) as connection, pytest.raises(ProtocolError):
         connection.short_replies(1, patience())
 
 
@@ -505,7 +507,7 @@ def test_value_of_another_length_is_skipped(length: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "stream",
     [
         b"$1152\r\n",  # twice as long as allowed
         b"$99999999999\r\n",
@@ -522,14 +524,14 @@ def test_value_of_another_length_is_skipped(length: int) -> None:
         b"-" + b"x" * 5000,
     ],
 )
-def test_invalid_reply_ends_the_connection(said: bytes) -> None:
-    with server_that_sends(said) as connection, pytest.raises(ProtocolError):
+def test_invalid_reply_ends_the_connection(stream: bytes) -> None:
+    with server_that_sends(stream) as connection, pytest.raises(ProtocolError):
         take(connection)
 
 
-@pytest.mark.parametrize("said", [b"*1\r\n:1\r\n", b"$5000\r\n", b":x\r\n", b"%1\r\n", b"$3\r\nabcde"])
-def test_invalid_small_reply_ends_the_connection(said: bytes) -> None:
-    with server_that_sends(said) as connection, pytest.raises(ProtocolError):
+@pytest.mark.parametrize("stream", [b"*1\r\n:1\r\n", b"$5000\r\n", b":x\r\n", b"%1\r\n", b"$3\r\nabcde"])
+def test_invalid_small_reply_ends_the_connection(stream: bytes) -> None:
+    with server_that_sends(stream) as connection, pytest.raises(ProtocolError):
         connection.reply(patience())
 
 
@@ -538,12 +540,12 @@ def test_endless_line_is_refused() -> None:
         connection.lines(1, patience())
 
 
-@pytest.mark.parametrize("said", [b"", b"$5", b"$576\r\n", b"$576\r\nsome of it", b"$576\r\n" + b"x" * 576])
-def test_calls_end_by_their_deadlines(said: bytes) -> None:
+@pytest.mark.parametrize("stream", [b"", b"$5", b"$576\r\n", b"$576\r\nsome of it", b"$576\r\n" + b"x" * 576])
+def test_calls_end_by_their_deadlines(stream: bytes) -> None:
     parts = [memoryview(bytearray(64)), memoryview(bytearray(BLOCK_BYTES))]
-    with server_that_sends(said, then_hangs=True) as connection, pytest.raises(TimeoutError):
+    with server_that_sends(stream, then_hangs=True) as connection, pytest.raises(TimeoutError):
         connection.value_into(parts, 1 << 20, time.monotonic() + 0.2)
-    with server_that_sends(said, then_hangs=True) as connection, pytest.raises(TimeoutError):
+    with server_that_sends(stream, then_hangs=True) as connection, pytest.raises(TimeoutError):
         connection.reply(time.monotonic() - 1.0)
 
 
@@ -555,13 +557,13 @@ _VALUES = st.sampled_from(["there", "absent", "short", "long", "error", "there",
 def reply_of(kind: str, length: int, number: int) -> bytes:
     """Return a reply whose bytes look like replies."""
     body = (b"%03d\r\n$-1\r\n$40\r\n" % number * 9)[:length]
-    others = {
+    replies = {
         "absent": b"$-1\r\n",
         "error": b"-ERR no\r\n",
         "short": value(body[1:]),
         "long": value(body + b"x"),
     }
-    return others.get(kind, value(body))
+    return replies.get(kind, value(body))
 
 
 def spaces(count: int, *lengths: int) -> list[list[list[memoryview]]]:
@@ -569,7 +571,7 @@ def spaces(count: int, *lengths: int) -> list[list[list[memoryview]]]:
 
 
 def alone(connection: Connection, block: list[list[memoryview]], deadline: float) -> list[Any]:
-    return [connection.value_into(part, 1 << 10, deadline) for part in block]
+    return [connection.value_into(value, 1 << 10, deadline) for value in block]
 
 
 @given(
@@ -596,13 +598,13 @@ def test_blocks_arrive_together_or_alone(
         while len(blocks_read) < len(blocks):
             rows = spaces(min(at_once, len(blocks) - len(blocks_read)), *lengths)
             came = connection.blocks_into(rows, patience())
-            blocks_read += [[bytes(part[0]) for part in row] for row in rows[:came]]
+            blocks_read += [[bytes(views[0]) for views in row] for row in rows[:came]]
             if came < len(rows):
                 kinds = blocks[len(blocks_read)][: len(lengths)]
                 assert kinds != ("there",) * len(lengths)
                 read = alone(connection, rows[came], patience())
-                blocks_read.append([bytes(part[0]) if length == len(part[0]) else None
-                              for length, part in zip(read, rows[came], strict=True)])  # fmt: skip
+                blocks_read.append([bytes(views[0]) if length == len(views[0]) else None
+                              for length, views in zip(read, rows[came], strict=True)])  # fmt: skip
         assert connection.reply(patience()) == b"last"
     for number, (kinds, row) in enumerate(zip(blocks, blocks_read, strict=True)):
         for kind, length, value_read in zip(kinds, lengths, row, strict=False):
@@ -631,11 +633,13 @@ def test_blocks_that_arrived_before_the_end_are_served(cut: int, then_hangs: boo
             alone(connection, rows[cut // each], deadline)
 
 
-@pytest.mark.parametrize("said", [b"$9\r\n123456789zz", b"$x\r\n", b"$99999999\r\n", b"HTTP/1.1 400 Bad\r\n"])
-def test_invalid_reply_ends_the_connection_before_its_block(said: bytes) -> None:
+@pytest.mark.parametrize(
+    "stream", [b"$9\r\n123456789zz", b"$x\r\n", b"$99999999\r\n", b"HTTP/1.1 400 Bad\r\n"]
+)
+def test_invalid_reply_ends_the_connection_before_its_block(stream: bytes) -> None:
     good = reply_of("there", HEAD, 7)
     rows = spaces(3, HEAD)
-    with server_that_sends(good + said + b"\r\n" * 40) as connection:
+    with server_that_sends(good + stream + b"\r\n" * 40) as connection:
         assert connection.blocks_into(rows, patience()) == 1
         with pytest.raises(ProtocolError):
             connection.value_into(rows[1][0], 1 << 10, patience())
@@ -644,13 +648,13 @@ def test_invalid_reply_ends_the_connection_before_its_block(said: bytes) -> None
 def test_send_over_tls_ends_at_its_deadline(tmp_path: Path) -> None:
     """The server reads slowly."""
     pem, key = self_signed(tmp_path)
-    theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    theirs.load_cert_chain(pem, key)
+    server_context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server_context.load_cert_chain(pem, key)
     listening, over = socket.create_server(("127.0.0.1", 0)), threading.Event()
 
     def serve() -> None:
         client, _ = listening.accept()
-        with suppress(OSError), theirs.wrap_socket(client, server_side=True) as stream:
+        with suppress(OSError), server_context.wrap_socket(client, server_side=True) as stream:
             while not over.wait(0.02):
                 stream.recv(1 << 14)
 
@@ -674,9 +678,9 @@ def test_text_of_a_login_has_no_password() -> None:
 
 
 def test_proxy_splits_replies() -> None:
-    said = [b"+OK\r\n", b"$-1\r\n", b"$4\r\na\r\nb\r\n", b":12\r\n", b"-ERR x\r\n"]
-    stream = b"".join(said)
+    replies = [b"+OK\r\n", b"$-1\r\n", b"$4\r\na\r\nb\r\n", b":12\r\n", b"-ERR x\r\n"]
+    stream = b"".join(replies)
     for cut in range(len(stream) + 1):
-        first, left = split_replies(stream[:cut])
-        second, rest = split_replies(left + stream[cut:])
-        assert (first + second, rest) == (said, b"")
+        first, remainder = split_replies(stream[:cut])
+        second, end = split_replies(remainder + stream[cut:])
+        assert (first + second, end) == (replies, b"")

@@ -52,8 +52,10 @@ def read_until_reset(client: Client) -> list[int]:
     return served + client.read(*NUMBERS)
 
 
-@pytest.mark.parametrize("who", ["the engine that reset", "another engine"])
-def test_restored_epoch_is_reset_again(server: Server, make: Callable[..., Client], who: str) -> None:
+@pytest.mark.parametrize("first_reader", ["the engine that reset", "another engine"])
+def test_restored_epoch_is_reset_again(
+    server: Server, make: Callable[..., Client], first_reader: str
+) -> None:
     client, other = make(server), make(server)
     assert client.write(*NUMBERS) == NUMBERS
     assert server.execute("SAVE") == b"OK"
@@ -61,10 +63,10 @@ def test_restored_epoch_is_reset_again(server: Server, make: Callable[..., Clien
     assert other.read(*NUMBERS) == []
     other.wait_until_open()  # the other engine has seen the reset
     crash(server)
-    first, second = (client, other) if who == "the engine that reset" else (other, client)
+    first, second = (client, other) if first_reader == "the engine that reset" else (other, client)
     assert read_until_reset(first) == []
     assert read_until_reset(second) == []
-    assert make(server).read(*NUMBERS) == [], "nor does an engine that starts now"
+    assert make(server).read(*NUMBERS) == [], "an engine that starts now finds no block either"
     assert first.write(*NUMBERS) == NUMBERS
     assert first.read(*NUMBERS) == NUMBERS
 

@@ -135,7 +135,7 @@ class TestCluster(ValkeyContract):
     )
 
     def test_blocks_in_flight_are_bounded(self, rig: Rig) -> None:
-        """Each node has a bound of its own, so the contract's test does not hold for all nodes together."""
+        """Each node has its own bound, so the contract's test does not hold for all nodes together."""
         client = rig.connect()
         client.limit_in_flight(4)
         assert client.tier.queue_room == 4
@@ -162,7 +162,7 @@ def test_unknown_cluster_drops_writes() -> None:
     tier = ClusterTier(
         "valkey", "nowhere", [("127.0.0.1", 1)], nobody, options, block_bytes=BLOCK_BYTES, fingerprint="model"
     )
-    assert tier.queue_room > 0, "or RAM would keep blocks for the cluster"
+    assert tier.queue_room > 0, "otherwise RAM would keep blocks for the cluster"
     job, taken = tier.submit_write(some_keys(1, 2), np.zeros((2, BLOCK_BYTES), np.uint8), np.arange(2))
     assert (job, taken.tolist()) == (NO_JOB, [False, False])
     tier.close()
@@ -259,7 +259,7 @@ def test_reset_waits_for_a_hanging_node_alone(tmp_path: Path, make: Callable[...
 
 
 def test_reset_survives_the_failure_of_a_master(tmp_path: Path, make: Callable[..., Client]) -> None:
-    """A replica without the reset would bring the blocks back."""
+    """A replica without the reset would revive the blocks."""
     with clustered(tmp_path, *PART_BY_PART) as cluster:
         client, other = make(cluster), make(cluster, timeout=0.3, probe_timeout=0.2)
         client.write(*NUMBERS)
@@ -287,7 +287,7 @@ def test_failed_master_costs_its_own_blocks_until_failover(
         assert writer.write(*NUMBERS) == NUMBERS
         failed = cluster.masters[1]
         lost = writer.numbers_on(failed, NUMBERS)
-        others = [number for number in NUMBERS if number not in lost]
+        kept = [number for number in NUMBERS if number not in lost]
         assert lost
         assert {*client.probe(*NUMBERS)} <= {*NUMBERS}
         client.reconnect()
@@ -310,7 +310,7 @@ def test_failed_master_costs_its_own_blocks_until_failover(
         assert longest < 10.0, "ten times the deadline"
         partial_reads = served[:-1]
         assert partial_reads, "the master was down"
-        assert any({*others} <= {*numbers} for numbers in partial_reads), "the other masters answered"
+        assert any({*kept} <= {*numbers} for numbers in partial_reads), "the other masters answered"
         assert client.tier.stats().mismatches == busy.tier.stats().mismatches == 0
         pool = client.pool.copy()
         if number is signal.SIGSTOP:
@@ -431,17 +431,17 @@ def test_migrating_slot_costs_its_own_blocks(
         assert len(epoch) == 1
         assert 5 in moving
         assert len(names) == 2 * len(moving) + 1, "two values for each block, and the epoch"
-        others = {*NUMBERS} - {*moving}
+        kept = {*NUMBERS} - {*moving}
         migrate(cluster, slot, source, to, epoch if epoch_moves == "first" else [client.name(5)])
         for _ in range(4):
             served = reader.read(*NUMBERS)
-            assert {*served} >= others
+            assert {*served} >= kept
             assert 5 not in served
             reader.forget()
-            assert {*reader.probe(*NUMBERS)} >= others
+            assert {*reader.probe(*NUMBERS)} >= kept
             assert 5 not in reader.write(*NUMBERS), "nothing is written into a migrating slot"
         late = make(cluster)
-        assert {*late.probe(*NUMBERS)} >= others
+        assert {*late.probe(*NUMBERS)} >= kept
         assert reader.tier.stats().circuit_open == late.tier.stats().circuit_open == 0
         migrate(cluster, slot, source, to, [name for name in names if source.has(name)])
         for server in (to, source, *cluster.masters):
@@ -460,7 +460,7 @@ def test_clients_follow_a_failover(tmp_path: Path, make: Callable[..., Client]) 
         cluster.wait(lambda: b"role:slave" in old.ask("INFO", "replication"))
         until = time.monotonic() + PATIENCE_S
         while client.read(*NUMBERS) != NUMBERS:
-            assert client.tier.stats().circuit_open == 0, "a node that names another node is well"
+            assert client.tier.stats().circuit_open == 0, "a node that redirects to another node is healthy"
             client.reconnect()
             client.probe(*NUMBERS)
             assert time.monotonic() < until
@@ -478,7 +478,7 @@ def test_slow_node_costs_its_own_blocks(
     client, writer = make(cluster, timeout=1.0, probe_timeout=1.0), make(cluster)
     writer.write(*NUMBERS)
     lost = writer.numbers_on(cluster.masters[0], NUMBERS)
-    others = [number for number in NUMBERS if number not in lost]
+    kept = [number for number in NUMBERS if number not in lost]
     client.forget()
     client.probe(*NUMBERS)
     proxies.proxies[0].set(**fault)
@@ -492,8 +492,8 @@ def test_slow_node_costs_its_own_blocks(
         client.presence(1)
         assert time.thread_time() - before < 0.1, "the scheduler's thread does not wait"
         assert time.monotonic() - begun < 10.0, "ten times the deadline"
-    assert client.check(results[job], *NUMBERS) == others
-    assert [number for number, ok in zip(NUMBERS, results[probe].ok, strict=True) if ok] == others
+    assert client.check(results[job], *NUMBERS) == kept
+    assert [number for number, ok in zip(NUMBERS, results[probe].ok, strict=True) if ok] == kept
     pool = client.pool.copy()
     proxies.set()
     client.reconnect()

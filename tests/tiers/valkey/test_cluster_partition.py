@@ -120,15 +120,15 @@ def test_clients_cannot_reach_a_master(
     writer, client = make(), make(timeout=TIMEOUT_S, probe_timeout=PROBE_S)
     writer.write(*NUMBERS)
     lost = client.numbers_on(cluster.masters[0], NUMBERS)
-    others = [number for number in NUMBERS if number not in lost]
+    kept = [number for number in NUMBERS if number not in lost]
     assert lost
     assert read_in_time(client) == NUMBERS
     with islands.cut((0, None)):
         while client.tier.stats().circuit_open == 0:
-            assert read_in_time(client) == others
+            assert read_in_time(client) == kept
         assert client.tier.stats().circuit_open == 1, "the breakers of the other nodes are closed"
         assert client.presence(*lost) == [False] * len(lost), "at once"
-        assert read_in_time(client) == others
+        assert read_in_time(client) == kept
     client.reconnect()
     assert writer.read(*NUMBERS) == NUMBERS
     assert (client.pool == CANARY).all(), "late bytes are written nowhere"
@@ -159,7 +159,7 @@ def test_cluster_cannot_reach_a_master(
             MapQuestion(deadline=until).run(connection)
         client.reconnect()
         wait_until(lambda: client.probe(*NUMBERS) == NUMBERS)
-        assert read_in_time(client) == NUMBERS, "the replica has them"
+        assert read_in_time(client) == NUMBERS, "the replica has the blocks"
         client.reset()
         client.reconnect()
         assert read_in_time(client) == [], "not even from the old master"

@@ -169,8 +169,8 @@ def tier(server: FakeServer) -> Any:
 
     options = RemoteOptions(namespace="ns", timeout_s=60.0, probe_timeout_s=60.0)
     seeds = [("127.0.0.1", server.port)]
-    more: dict[str, Any] = {"block_bytes": 4096, "fingerprint": "model"}
-    tier = ClusterTier("valkey", "there", seeds, connect, options, **more)
+    settings: dict[str, Any] = {"block_bytes": 4096, "fingerprint": "model"}
+    tier = ClusterTier("valkey", "there", seeds, connect, options, **settings)
     yield tier
     tier.close()
 
