@@ -66,7 +66,7 @@ def test_abstract_manager_primitives(manager_class: type[LRUOffloadingManager]) 
     assert list(manager.take_events()) == []
 
 
-def test_touch_changes_who_leaves() -> None:
+def test_touch_changes_the_victim() -> None:
     manager = LRUOffloadingManager(CPUBlockPool(16, 2))
     store(manager, 1)
     store(manager, 2)
@@ -74,7 +74,7 @@ def test_touch_changes_who_leaves() -> None:
     assert store(manager, 3).evicted_keys == keys(2)
 
 
-def test_failed_store_gives_the_block_back() -> None:
+def test_failed_store_frees_its_block() -> None:
     pool = CPUBlockPool(16, 2)
     manager = LRUOffloadingManager(pool)
     manager.prepare_store(keys(1, 2))

@@ -51,11 +51,11 @@ def test_other_blocks_leave_before_expected_blocks(policy: str) -> None:
     waiting = wait(manager, "abc")
     for letter in "qrstuvwxyz":
         store(manager, letter)
-        assert states(manager, "abc") == [HIT] * 3, f"{policy} let go of what is expected for {letter}"
+        assert states(manager, "abc") == [HIT] * 3, f"{policy} evicted an expected block for {letter}"
         audit(manager)
     manager.withdraw(waiting)
     store(manager, "ABCDEFGH")
-    assert states(manager, "abc") == [MISS] * 3, "nobody expects them any more"
+    assert states(manager, "abc") == [MISS] * 3, "no request expects them any longer"
 
 
 def test_expected_blocks_are_evicted_if_there_is_no_other_room() -> None:
@@ -70,7 +70,7 @@ def test_absent_blocks_are_expected_too() -> None:
     manager = make("lru", 4)
     wait(manager, "ab")
     store(manager, "ab")
-    assert text(store(manager, "cdef").evicted) == "ba", "four have no room otherwise"
+    assert text(store(manager, "cdef").evicted) == "ba", "otherwise the four blocks do not fit"
     store(manager, "ab")
     assert text(store(manager, "xy").evicted) == "dc"
     assert states(manager, "ab") == [HIT, HIT]
@@ -83,9 +83,9 @@ def test_a_key_is_expected_until_its_last_waiting_request_is_served() -> None:
     manager.withdraw(first)
     assert num_expected(manager) == 2
     manager.withdraw(first)
-    assert num_expected(manager) == 2, "twice is once"
+    assert num_expected(manager) == 2, "a block counts once"
     manager.finish_request(second)
-    assert num_expected(manager) == 0, "who finishes does not wait"
+    assert num_expected(manager) == 0, "a finished request does not wait"
     audit(manager)
 
 
@@ -96,7 +96,7 @@ def test_the_longest_waiting_request_gets_the_room_first() -> None:
     use(manager, "tx")
     store(manager, "uv")
     manager.withdraw(first)
-    assert num_expected(manager) == 6, "all of the second, and the third"
+    assert num_expected(manager) == 6, "all keys of the second request, and the keys of the third"
     manager.withdraw(second)
     assert num_expected(manager) == 1
     manager.withdraw(third)
@@ -163,7 +163,7 @@ def test_expected_blocks_are_not_refused(policy: Any, store_mode: str) -> None:
         manager.touch(keys(letter))
         store(manager, letter)
     learnt: Any = manager.policy
-    (learnt if policy is NaiveHazard else learnt.state).oldest_victim = 1.0  # or else it is LRU
+    (learnt if policy is NaiveHazard else learnt.state).oldest_victim = 1.0  # otherwise it acts as LRU
     for _ in range(3):
         store(manager, "wxyz")
     refused = manager.stats().refused
@@ -171,34 +171,34 @@ def test_expected_blocks_are_not_refused(policy: Any, store_mode: str) -> None:
     wait(manager, "w")
     assert text(store(manager, "w").keys) == "w"
     assert manager.stats().refused == refused
-    assert text(store(manager, "x").keys) == "", "that nobody expects"
+    assert text(store(manager, "x").keys) == "", "no request expects this block"
 
 
-class Listens(NaiveLRU):
+class RecordsExpected(NaiveLRU):
     """A policy in Python that records expected blocks."""
 
     def __init__(self, index: Index) -> None:
         super().__init__(index)
-        self.told: list[str] = []
+        self.reports: list[str] = []
 
     def expect(self, path: Keys, start: int) -> None:
-        self.told.append(f"{text(path[:start])}+{text(path[start:])}")
+        self.reports.append(f"{text(path[:start])}+{text(path[start:])}")
 
 
 def test_each_expected_block_is_reported_once() -> None:
-    manager = make(Listens, 8)  # seven keys at most
-    told = cast(Listens, manager.policy).told
+    manager = make(RecordsExpected, 8)  # seven keys at most
+    reports = cast(RecordsExpected, manager.policy).reports
     first, second = wait(manager, "abcd"), wait(manager, "pqrst")
-    assert told == ["+abcd", "+pqr"], "of the second as much as has room"
+    assert reports == ["+abcd", "+pqr"], "as many blocks of the second request as fit"
     manager.lookup(keys("abcdx"), first)
     manager.expect(first)
-    assert told[2:] == [], "no room for the fifth"
+    assert reports[2:] == [], "no room for the fifth block"
     manager.withdraw(first)
-    assert told[2:] == ["pqr+st"]
+    assert reports[2:] == ["pqr+st"]
     manager.expect(second)
     manager.withdraw(second)
     manager.expect(second)
-    assert told[3:] == [], "it was told"
+    assert reports[3:] == [], "already reported"
 
 
 def test_hazard_learns_when_a_block_is_expected_and_not_when_it_is_served() -> None:
@@ -216,7 +216,7 @@ def test_hazard_learns_when_a_block_is_expected_and_not_when_it_is_served() -> N
         manager.touch(keys(path), waiting)
         learnt.append([bucket for _, bucket in np.argwhere(lives.reused > 0)])
     assert len(learnt[0]) == len(learnt[1]) > 0
-    assert max(learnt[1]) < min(learnt[0]), "at the age at which it was known"
+    assert max(learnt[1]) < min(learnt[0]), "at the age at which the block became expected"
 
 
 def test_a_cache_of_one_block_expects_nothing() -> None:
@@ -281,9 +281,9 @@ def test_waiting_requests_are_served_and_tiers_are_credited(agents: Any) -> None
     config = ReplayConfig(300, queue_requests=16, tiers=(SimulatedOptions(capacity="2000"),))
     waited = Replay(agents, config)
     report = waited.run()
-    assert waited.manager.waits == {}, "nobody is left behind"  # type: ignore[attr-defined]
+    assert waited.manager.waits == {}, "no request still waits"  # type: ignore[attr-defined]
     assert waited.manager.counts.read_ahead > 0  # type: ignore[attr-defined]
-    assert report.tiers[1].hit_blocks > 0, "what was read ahead came from the tier"
+    assert report.tiers[1].hit_blocks > 0, "blocks read ahead count as hits of the tier"
     assert report.prefix_hit_ratio >= Replay(agents, replace(config, tiers=())).run().prefix_hit_ratio
 
 
@@ -297,7 +297,7 @@ def test_an_invalid_length_is_one_clear_error(length: Any) -> None:
             Replay(trace, ReplayConfig(10, queue_requests=length))
 
 
-def test_the_command_says_what_is_assumed() -> None:
+def test_the_command_prints_its_assumption() -> None:
     done = kvoffload("replay", "chat", "--no-data", "--quiet", "--capacity", "2%", "--queue", "8")
     assert "The next 8 requests wait, and are expected: assumed." in done.stdout
     as_json = kvoffload("replay", "chat", "--no-data", "--quiet", "--queue", "8", "--format", "json")

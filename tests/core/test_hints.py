@@ -42,7 +42,7 @@ STOP, TOOLS = Hints("stop"), Hints("tool_calls")
 
 def numbers_of(*hints: Hints) -> list[int]:
     labels = Labels()
-    return [labels.number(one) for one in hints]
+    return [labels.number(item) for item in hints]
 
 
 def test_no_hints_is_0_and_labels_are_numbered_in_order() -> None:
@@ -58,9 +58,9 @@ def test_tenant_and_time_to_live_subdivide_the_end() -> None:
 
 def test_times_to_live_are_distinguished_by_octave() -> None:
     times = [100, 110, 200, 0, -1, math.inf, math.nan, 1e-300, 1e300]
-    found = numbers_of(*(Hints(time_to_live_s=time) for time in times))
-    assert found[:4] == [8, 8, 9, 10]
-    assert found[4:] == [10, 11, 10, 10, 11], "what no clock counts is as good as the shortest or longest"
+    numbers = numbers_of(*(Hints(time_to_live_s=time) for time in times))
+    assert numbers[:4] == [8, 8, 9, 10]
+    assert numbers[4:] == [10, 11, 10, 10, 11], "impossible times count as the shortest or longest"
 
 
 def test_labels_beyond_the_last_number_get_0() -> None:
@@ -91,21 +91,23 @@ hints_of_any_kind = st.builds(
 
 
 @given(st.lists(hints_of_any_kind, max_size=60))
-def test_equal_hints_have_equal_numbers(said: list[Hints]) -> None:
+def test_equal_hints_have_equal_numbers(items: list[Hints]) -> None:
     labels = Labels()
-    first = [labels.number(one) for one in said]
+    first = [labels.number(item) for item in items]
     assert all(0 <= number < NUM_LABELS for number in first)
-    assert [labels.number(one) for one in said] == first, "a number is given once"
-    assert all((number == 0) or one != NO_HINTS for one, number in zip(said, first, strict=True))
+    assert [labels.number(item) for item in items] == first, "a number never changes"
+    assert all((number == 0) or item != NO_HINTS for item, number in zip(items, first, strict=True))
 
 
 @given(hints_of_any_kind, hints_of_any_kind)
 def test_hints_of_begin_and_end_are_complete(hints: Hints, other: Hints) -> None:
     assert hints.at_begin.updated(hints.at_end) == hints
     merged = hints.updated(other)
-    for part in Hints.__slots__:
-        said = getattr(other, part)
-        assert getattr(merged, part) == (getattr(hints, part) if said == getattr(NO_HINTS, part) else said)
+    for field in Hints.__slots__:
+        at_end = getattr(other, field)
+        assert getattr(merged, field) == (
+            getattr(hints, field) if at_end == getattr(NO_HINTS, field) else at_end
+        )
     assert NO_HINTS.at_begin is NO_HINTS
     assert NO_HINTS.at_end is NO_HINTS
 
@@ -113,12 +115,12 @@ def test_hints_of_begin_and_end_are_complete(hints: Hints, other: Hints) -> None
 # ---- managers and policies
 
 
-class Hears(NaiveLRU):
+class RecordsRequests(NaiveLRU):
     """A policy that records the reports of requests, and checks that no use follows the end."""
 
     def __init__(self, index: Index) -> None:
         super().__init__(index)
-        self.heard: list[tuple[list[bytes], list[int], Hints]] = []
+        self.reports: list[tuple[list[bytes], list[int], Hints]] = []
         self.calls: list[str] = []
 
     def access(self, slots: SlotArray, reused: Any) -> None:
@@ -128,11 +130,11 @@ class Hears(NaiveLRU):
     def finished(self, path: Keys, slots: SlotArray, hints: Hints) -> None:
         assert slots.dtype == np.int32
         self.calls.append("finished")
-        self.heard.append((list(path), slots.tolist(), hints))
+        self.reports.append((list(path), slots.tolist(), hints))
 
 
 def test_hints_of_begin_and_end_merge() -> None:
-    manager = make(Hears)
+    manager = make(RecordsRequests)
     ctx = manager.begin_request("r", keys("ab"), hints=Hints(priority=2, tenant="me"))
     assert ctx.hints == Hints(priority=2, tenant="me")
     manager.finish_request(ctx, hints=Hints("stop", tenant="you"))
@@ -141,50 +143,50 @@ def test_hints_of_begin_and_end_merge() -> None:
     manager.finish_request(manager.begin_request("r", hints=TOOLS))
     manager.finish_request(manager.begin_request("r"))
     policy: Any = manager.policy
-    assert [hints for _, _, hints in policy.heard] == [ctx.hints, STOP, TOOLS, NO_HINTS]
+    assert [hints for _, _, hints in policy.reports] == [ctx.hints, STOP, TOOLS, NO_HINTS]
 
 
 @pytest.mark.parametrize("admission", ["all", "reuse:2"])
 def test_the_end_is_reported_once_after_the_uses(admission: str) -> None:
-    manager = make(Hears, 3, admission=admission)
+    manager = make(RecordsRequests, 3, admission=admission)
     for _ in range(2):
         store(manager, "ab")
     ctx = manager.begin_request("r", keys("ab"))
     manager.touch(keys("a"), ctx)
     store(manager, "abcd", ctx)
     policy: Any = manager.policy
-    policy.heard.clear()
+    policy.reports.clear()
     policy.calls.clear()
     manager.finish_request(ctx, hints=STOP)
     slots = manager.slots_of(keys("abcd")).tolist()
-    assert policy.heard == [(keys("abcd"), slots, STOP)]
+    assert policy.reports == [(keys("abcd"), slots, STOP)]
     assert slots[3] == ABSENT
     assert policy.calls == ["access", "finished"]
     whole = manager.begin_request("w")
     manager.finish_request(whole, keys("ba"))
-    assert policy.heard[1:] == [(keys("ba"), slots[1::-1], NO_HINTS)]
+    assert policy.reports[1:] == [(keys("ba"), slots[1::-1], NO_HINTS)]
     assert policy.calls[2:] == ["access", "finished"]
 
 
 @pytest.mark.parametrize("store_mode", ["on-compute", "on-device-eviction"])
 @pytest.mark.parametrize("seed", range(6))
 def test_slots_are_right_in_any_history(store_mode: str, seed: int) -> None:
-    manager = OffloadingManager(6, key_bytes=20, policy=Hears, store=store_mode)
+    manager = OffloadingManager(6, key_bytes=20, policy=RecordsRequests, store=store_mode)
     policy: Any = manager.policy
     script = random_script(seed, num_steps=200)
 
     def check(manager: OffloadingManager) -> int:
-        if policy.heard:
-            path, slots, _ = policy.heard[-1]
-            if len(policy.heard) > check.told:  # type: ignore[attr-defined]
+        if policy.reports:
+            path, slots, _ = policy.reports[-1]
+            if len(policy.reports) > check.num_reports:  # type: ignore[attr-defined]
                 assert slots == manager.slots_of(path).tolist()
-                check.told = len(policy.heard)  # type: ignore[attr-defined]
-        return len(policy.heard)
+                check.num_reports = len(policy.reports)  # type: ignore[attr-defined]
+        return len(policy.reports)
 
-    check.told = 0  # type: ignore[attr-defined]
+    check.num_reports = 0  # type: ignore[attr-defined]
     ends = [action == "finish" for action, _, _ in script]
-    told = [number for _, _, number in play(manager, script, check)]
-    assert told == np.cumsum(ends).tolist(), "one end for each request that finishes, at its finish"
+    counts = [number for _, _, number in play(manager, script, check)]
+    assert counts == np.cumsum(ends).tolist(), "each request that finishes has one end, at its finish"
 
 
 def test_policies_without_hooks_are_not_called() -> None:
@@ -202,7 +204,7 @@ def test_policies_without_hooks_are_not_called() -> None:
 
 
 class Label(Struct):
-    """Return the reports that a compiled policy received."""
+    """State of a compiled policy that records the reports which it receives."""
 
     order: Lists
     label: int
@@ -244,7 +246,7 @@ class UsedInPython(Labelled):
     """A policy that receives uses in Python, and the end in a kernel."""
 
     def access(self, slots: SlotArray, reused: Any) -> None:
-        assert self.state.uses < 100, "told of the end before the uses"
+        assert self.state.uses < 100, "the end was reported before the uses"
         super().access(slots, reused)
 
 
@@ -315,8 +317,8 @@ class Log(NaiveLRU):
 
     def finished(self, path: Keys, slots: SlotArray, hints: Hints) -> None:
         self.log.append(("end", hints.tenant))
-        assert hints.finish_reason == f"reason {hints.tenant}", "what is told at the end"
-        assert hints.priority == len(path), "what was told at the begin"
+        assert hints.finish_reason == f"reason {hints.tenant}", "a hint given at the end"
+        assert hints.priority == len(path), "a hint given at the beginning"
 
 
 def ends_of(requests: list[tuple[int, int, int]], tokens_per_s: float, **options: Any) -> list[list[int]]:
@@ -330,13 +332,13 @@ def ends_of(requests: list[tuple[int, int, int]], tokens_per_s: float, **options
     ]
     config = ReplayConfig(50, Log, decode_tokens_per_s=tokens_per_s, **options)
     Replay(trace_of(rows, hints), config).run()
-    found: list[list[int]] = [[]]
-    for what, number in Log.log:
-        if what == "begin":
-            found.append([])
+    ended: list[list[int]] = [[]]
+    for event, number in Log.log:
+        if event == "begin":
+            ended.append([])
         else:
-            found[-1].append(int(number))
-    return found
+            ended[-1].append(int(number))
+    return ended
 
 
 MODES: list[dict[str, Any]] = [
@@ -352,7 +354,9 @@ def test_a_request_ends_when_it_has_generated_its_answer(mode: dict[str, Any]) -
     # At 100 tokens/s: 0 until 1000 ms, 1 until 600, 2 until 600, 3 at once, 4 until 5000.
     requests = [(0, 100, 2), (100, 50, 2), (200, 40, 2), (600, 0, 1), (600, 440, 3), (1000, 9000, 1)]
     assert ends_of(requests, 100, **mode) == [[], [], [], [1, 2], [3], [0], [4, 5]]
-    assert ends_of(requests, 0, **mode) == [[], [0], [1], [2], [3], [4], [5]], "off: as soon as served"
+    assert ends_of(requests, 0, **mode) == [[], [0], [1], [2], [3], [4], [5]], (
+        "at speed 0 a request ends when it is served"
+    )
 
 
 @given(
@@ -362,14 +366,17 @@ def test_a_request_ends_when_it_has_generated_its_answer(mode: dict[str, Any]) -
 def test_each_request_ends_once_in_order_and_never_early(
     requests: list[tuple[int, int, int]], tokens_per_s: float
 ) -> None:
-    """Times may decrease, because the file is in order of arrival."""
-    told = ends_of(requests, tokens_per_s)
+    """End times may decrease, because the file is in order of arrival."""
+    ends = ends_of(requests, tokens_per_s)
     end_ms = [ms + tokens * 1000 / tokens_per_s for ms, tokens, _ in requests]
-    assert sorted(one for ended in told for one in ended) == [*range(len(requests))]
+    assert sorted(request_ended for ended in ends for request_ended in ended) == [*range(len(requests))]
     waiting: set[int] = set()
-    for request, ended in enumerate(told):
+    for request, ended in enumerate(ends):
         now = requests[request][0] if request < len(requests) else math.inf
-        assert ended == sorted((one for one in waiting if end_ms[one] <= now), key=lambda i: (end_ms[i], i))
+        assert ended == sorted(
+            (request_ended for request_ended in waiting if end_ms[request_ended] <= now),
+            key=lambda i: (end_ms[i], i),
+        )
         waiting = (waiting - {*ended}) | {request}
 
 

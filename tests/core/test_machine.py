@@ -64,7 +64,7 @@ class RefusesAtRandom(NaiveLRU):
         self.slots += reversed(entering)
 
 
-def lives(
+def run_machine(
     policy: Any,
     admission: str | Callable[[], Admission] = "all",
     *,
@@ -74,7 +74,7 @@ def lives(
     share: float = 1.0,
     base: type[ManagerMachine] = ManagerMachine,
 ) -> None:
-    """Run the state machine for a share of the profile's number of histories, half of that in `make test`."""
+    """Run the state machine for a share of the profile's histories; `make test` runs half of them."""
     if settings.get_current_profile_name() == "dev":
         share /= 2
     machine = manager_machine(
@@ -94,71 +94,71 @@ GATES: dict[int, Callable[[], Admission]] = {
     8: lambda: ReuseAdmission(8, 2, 40),
     20: lambda: ReuseAdmission(20, 2, 7),
 }
-"""Length of keys -> a filter that remembers so few of them that it forgets some."""
+"""Length of keys -> an admission filter that remembers so few keys that it forgets some."""
 
 
 @pytest.mark.parametrize("policy", BUILT_IN)
 def test_a_policy(policy: Any) -> None:
-    lives(policy, key_bytes=36, share=0.6)
+    run_machine(policy, key_bytes=36, share=0.6)
 
 
 @pytest.mark.parametrize("policy", BUILT_IN)
 def test_a_policy_of_one_block(policy: Any) -> None:
-    lives(policy, capacity_blocks=1, key_bytes=5, share=0.15)
+    run_machine(policy, capacity_blocks=1, key_bytes=5, share=0.15)
 
 
 @pytest.mark.parametrize("policy", BUILT_IN)
 def test_a_policy_behind_a_gate(policy: Any) -> None:
-    lives(policy, GATES[8], capacity_blocks=4, key_bytes=8, share=0.2)
-    lives(policy, "tinylfu", capacity_blocks=2, share=0.2)
+    run_machine(policy, GATES[8], capacity_blocks=4, key_bytes=8, share=0.2)
+    run_machine(policy, "tinylfu", capacity_blocks=2, share=0.2)
 
 
 @pytest.mark.parametrize("policy", BUILT_IN)
 @pytest.mark.slow
 def test_a_victim_tier(policy: Any) -> None:
-    lives(policy, store=ON_DEVICE_EVICTION, key_bytes=8, share=0.5)
+    run_machine(policy, store=ON_DEVICE_EVICTION, key_bytes=8, share=0.5)
 
 
 @pytest.mark.parametrize("policy", [*BUILT_IN, NaiveLRU, RefusesAtRandom])
 def test_tenants(policy: Any) -> None:
-    lives(policy, key_bytes=8, share=0.3, base=TenantMachine)
-    lives(policy, key_bytes=8, share=0.2, store=ON_DEVICE_EVICTION, base=TenantMachine)
+    run_machine(policy, key_bytes=8, share=0.3, base=TenantMachine)
+    run_machine(policy, key_bytes=8, share=0.2, store=ON_DEVICE_EVICTION, base=TenantMachine)
 
 
 @pytest.mark.parametrize("policy", BUILT_IN)
 @pytest.mark.slow
 def test_tenants_for_longer(policy: Any) -> None:
-    lives(policy, key_bytes=8, capacity_blocks=8, base=TenantMachine)
-    lives(policy, GATES[8], key_bytes=8, share=0.5, base=TenantMachine)
-    lives(policy, GATES[8], key_bytes=8, store=ON_DEVICE_EVICTION, base=TenantMachine)
+    run_machine(policy, key_bytes=8, capacity_blocks=8, base=TenantMachine)
+    run_machine(policy, GATES[8], key_bytes=8, share=0.5, base=TenantMachine)
+    run_machine(policy, GATES[8], key_bytes=8, store=ON_DEVICE_EVICTION, base=TenantMachine)
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 @pytest.mark.slow
 def test_lru_and_arc_for_longer(policy: str) -> None:
-    lives(policy, GATES[20], capacity_blocks=3, key_bytes=20)
-    lives(policy, store=ON_DEVICE_EVICTION, admission=GATES[20], key_bytes=20)
-    lives(policy, store=ON_DEVICE_EVICTION, capacity_blocks=1, key_bytes=5, share=0.2)
+    run_machine(policy, GATES[20], capacity_blocks=3, key_bytes=20)
+    run_machine(policy, store=ON_DEVICE_EVICTION, admission=GATES[20], key_bytes=20)
+    run_machine(policy, store=ON_DEVICE_EVICTION, capacity_blocks=1, key_bytes=5, share=0.2)
 
 
 @pytest.mark.parametrize("admission", ["reuse:2", "tinylfu"])
 @pytest.mark.slow
 def test_a_rule_by_name(admission: str) -> None:
-    lives("lru", admission, share=0.03)  # An audit of `reuse:2` reads its 64,000 places.
-    lives("lru", admission, store=ON_DEVICE_EVICTION, share=0.03)
+    run_machine("lru", admission, share=0.03)  # An audit of `reuse:2` reads its 64,000 places.
+    run_machine("lru", admission, store=ON_DEVICE_EVICTION, share=0.03)
 
 
 @pytest.mark.parametrize("write_cost", [0.0, -1.0])
 def test_a_write_cost(write_cost: float) -> None:
     policy = type("Dialled", (SmallHazard,), {"write_cost": write_cost})
-    lives(policy, share=0.03)
-    lives(policy, store=ON_DEVICE_EVICTION, share=0.03)
+    run_machine(policy, share=0.03)
+    run_machine(policy, store=ON_DEVICE_EVICTION, share=0.03)
 
 
 @pytest.mark.parametrize("store", [ON_COMPUTE, ON_DEVICE_EVICTION])
 @pytest.mark.parametrize("admission", ["all", GATES[8]], ids=["all", "gated"])
 def test_a_policy_that_refuses_at_random(admission: Any, store: str) -> None:
-    lives(RefusesAtRandom, admission, store=store, key_bytes=8, share=0.4)
+    run_machine(RefusesAtRandom, admission, store=store, key_bytes=8, share=0.4)
 
 
 @pytest.mark.parametrize(
@@ -168,11 +168,11 @@ def test_a_policy_that_refuses_at_random(admission: Any, store: str) -> None:
 )  # fmt: skip
 def test_a_naive_twin(policy: Any) -> None:
     """Short, because other tests compare the twins with the kernels."""
-    lives(policy, share=0.1)
-    lives(policy, store=ON_DEVICE_EVICTION, share=0.05)
+    run_machine(policy, share=0.1)
+    run_machine(policy, store=ON_DEVICE_EVICTION, share=0.05)
 
 
 @pytest.mark.parametrize("admission", [lambda: NaiveReuse(2, 4), lambda: NaiveTinyLFU(5)])
 def test_a_naive_rule(admission: Callable[[], Admission]) -> None:
-    lives(NaiveLRU, admission, share=0.2)
-    lives(RefusesAtRandom, admission, store=ON_DEVICE_EVICTION, share=0.2)
+    run_machine(NaiveLRU, admission, share=0.2)
+    run_machine(RefusesAtRandom, admission, store=ON_DEVICE_EVICTION, share=0.2)

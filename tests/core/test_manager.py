@@ -63,7 +63,7 @@ def test_invariant_01_slots_are_given_out_once_and_in_ascending_order(manager: O
     assert begin_store(manager, "cd").slots.tolist() == [2, 3]
 
 
-# ---- 2. Who is protected
+# ---- 2. Protected blocks
 
 
 def test_invariant_02_a_pinned_block_is_not_evicted(manager: OffloadingManager) -> None:
@@ -182,7 +182,7 @@ def test_invariant_04_a_key_that_is_offered_twice_is_stored_once(manager: Offloa
     assert (text(plan.keys), plan.rows.tolist()) == ("ab", [0, 1])
 
 
-# ---- 5. Only what is ready is a hit
+# ---- 5. Only ready blocks are hits
 
 
 def test_invariant_05_lookup_counts_the_leading_ready_blocks(manager: OffloadingManager) -> None:

@@ -41,33 +41,33 @@ class Recorder(NaiveLRU):
 
     def __init__(self, index: Index) -> None:
         super().__init__(index)
-        self.told = ""
+        self.accesses = ""
 
     def access(self, slots: SlotArray, reused: BoolArray) -> None:
         for slot, is_reuse in zip(slots.tolist(), reused.tolist(), strict=True):
             letter = self.index.key_at(slot).decode()
-            self.told += letter if is_reuse else f"({letter})"
+            self.accesses += letter if is_reuse else f"({letter})"
 
 
-def told(manager: OffloadingManager) -> str:
+def take_accesses(manager: OffloadingManager) -> str:
     """Return the accesses in prefix order, with blocks that are only reordered in brackets."""
     assert isinstance(manager.policy, Recorder)
-    found, manager.policy.told = manager.policy.told, ""
-    return found
+    accesses, manager.policy.accesses = manager.policy.accesses, ""
+    return accesses
 
 
 def test_invariant_06_one_request_is_one_access_per_block() -> None:
     manager = make(Recorder)
     store(manager, "abc")
     ctx = manager.begin_request("r")
-    for _ in range(3):  # retried, preempted, asked again
+    for _ in range(3):  # the request is retried, preempted and repeated
         manager.lookup(keys("abc"), ctx)
         manager.lookup_key(b"a", ctx)
         manager.complete_load(load(manager, "ab", ctx))
         store(manager, "abc", ctx)
-    assert told(manager) == ""
+    assert take_accesses(manager) == ""
     manager.finish_request(ctx)
-    assert told(manager) == "abc"
+    assert take_accesses(manager) == "abc"
 
 
 def test_invariant_06_a_touch_is_the_access_and_finish_only_reorders() -> None:
@@ -76,11 +76,11 @@ def test_invariant_06_a_touch_is_the_access_and_finish_only_reorders() -> None:
     ctx = manager.begin_request("r")
     manager.touch(keys("bb"), ctx)
     manager.touch(keys("b"), ctx)
-    assert told(manager) == "b"
+    assert take_accesses(manager) == "b"
     manager.lookup(keys("abc"), ctx)
     manager.finish_request(ctx)
     # The path is in the order of first sight: b came first.
-    assert told(manager) == "(b)ac"
+    assert take_accesses(manager) == "(b)ac"
 
 
 def test_invariant_06_a_requests_own_store_is_no_second_access() -> None:
@@ -89,9 +89,9 @@ def test_invariant_06_a_requests_own_store_is_no_second_access() -> None:
     ctx = manager.begin_request("r")
     store(manager, "abc", ctx)
     manager.touch(keys("abc"), ctx)
-    assert told(manager) == "a"
+    assert take_accesses(manager) == "a"
     manager.finish_request(ctx)
-    assert told(manager) == "(a)(b)(c)"
+    assert take_accesses(manager) == "(a)(b)(c)"
 
 
 def test_invariant_06_without_a_request_every_touch_is_an_access() -> None:
@@ -99,7 +99,7 @@ def test_invariant_06_without_a_request_every_touch_is_an_access() -> None:
     store(manager, "a")
     manager.touch(keys("a"))
     manager.touch(keys("aax"))
-    assert told(manager) == "aa"
+    assert take_accesses(manager) == "aa"
 
 
 def test_invariant_07_a_hit_refreshes_the_path_that_the_device_served() -> None:
@@ -109,7 +109,7 @@ def test_invariant_07_a_hit_refreshes_the_path_that_the_device_served() -> None:
     assert manager.lookup(keys("cd"), ctx).num_ready == 2
     manager.complete_load(load(manager, "cd", ctx))
     manager.finish_request(ctx)
-    assert told(manager) == "abcd"
+    assert take_accesses(manager) == "abcd"
 
 
 # ---- 8. Failed stores
@@ -156,9 +156,9 @@ def test_invariant_09_events_report_readable_blocks_in_order(manager: Offloading
     assert readable(manager) == "+a+b+c+d"
     first, second = text(begin_store(manager, "ef").evicted)
     assert readable(manager) == f"-{first}-{second}"
-    left = "".join(letter for letter in "dcba" if letter not in (first, second))
+    remaining = "".join(letter for letter in "dcba" if letter not in (first, second))
     assert manager.discard(keys("dcba")) == 2
-    assert readable(manager) == "".join(f"-{letter}" for letter in left)
+    assert readable(manager) == "".join(f"-{letter}" for letter in remaining)
 
 
 @pytest.mark.parametrize("drop_in_flight", [False, True])
@@ -211,7 +211,7 @@ def test_invariant_10_a_damaged_block_is_a_miss_from_then_on(manager: Offloading
     manager.complete_load(first, damaged=[1])
     audit(manager)
     assert states(manager, "abc") == [HIT, MISS, HIT]
-    # The slot is still being read, so it is not given away; b itself may come back elsewhere.
+    # The slot is still being read, so it is not reused; b itself may be stored in another slot.
     assert manager.stats().condemned == 1
     again = store(manager, "b")
     assert set(again.slots.tolist()).isdisjoint(second.slots.tolist())

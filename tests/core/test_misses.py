@@ -66,12 +66,12 @@ def test_the_record_is_a_dictionary_that_forgets_the_oldest(events: Any, capacit
     audit(manager)
     latest = list(twin)[-WAYS:]
     for key in KEYS:
-        found = reason(manager, key)
-        if found == miss_reasons.UNKNOWN:
+        recorded = reason(manager, key)
+        if recorded == miss_reasons.UNKNOWN:
             assert key not in latest, "the last events are always known"
             assert len(twin) >= WAYS
         else:
-            assert found == REASON_OF[twin.get(key, NEVER_SEEN)]
+            assert recorded == REASON_OF[twin.get(key, NEVER_SEEN)]
 
 
 def test_a_record_has_8_bytes_a_slot_and_none_if_it_is_not_wanted() -> None:
@@ -138,7 +138,7 @@ def test_a_policy_that_refuses() -> None:
 
 
 def test_rule_and_policy_and_room_leave_out_blocks_of_one_offer() -> None:
-    """Of five blocks the first is stored, and the rule refuses the last."""
+    """The first of five blocks is stored, and the rule refuses the last."""
     manager = manager_of(4, policy=RefusesAll, admission="reuse:2")
     for _ in range(2):
         serve(manager, KEYS[:3])
@@ -150,18 +150,18 @@ def test_rule_and_policy_and_room_leave_out_blocks_of_one_offer() -> None:
     manager.unpin(pinned)
 
 
-def test_a_reset_is_the_reason_of_every_block_that_was_there() -> None:
+def test_a_reset_is_the_reason_of_every_block_that_it_drops() -> None:
     manager = manager_of(4)
     serve(manager, KEYS[:4])
     serve(manager, KEYS[4:6])
     ctx = manager.begin_request("stores")
     plan = manager.prepare_store(KEYS[8:9], ctx)
     assert plan is not None
-    gone = [key for key in KEYS[:6] if not manager.contains([key])[0]]
+    evicted = [key for key in KEYS[:6] if not manager.contains([key])[0]]
     manager.reset()
     manager.complete_store(plan)
     for key in KEYS[:6]:
-        assert reason(manager, key) == ("evicted" if key in gone else "reset")
+        assert reason(manager, key) == ("evicted" if key in evicted else "reset")
     assert reason(manager, KEYS[8]) == "reset"
     assert reason(manager, KEYS[9]) == "never_seen"
 
@@ -185,7 +185,7 @@ def test_long_runs_are_sampled_and_their_ends_are_exact(start: int) -> None:
     assert manager.count_misses(ctx, 5) == 290, "leading ready blocks do not count"
 
 
-def test_what_the_device_dropped_unoffered() -> None:
+def test_blocks_that_the_device_evicted_without_an_offer() -> None:
     manager = manager_of(4, store=ON_DEVICE_EVICTION)
     manager.keep(KEYS[:2])
     assert reason(manager, KEYS[0]) == "not_offered"
@@ -199,16 +199,16 @@ def test_what_the_device_dropped_unoffered() -> None:
 @pytest.mark.parametrize("store", ["on-compute", "on-device-eviction"])
 @given(data=st.data())
 def test_the_last_event_of_each_block(store: str, data: st.DataObject) -> None:
-    """A manager's own results tell the last event of each block, while the record has room."""
+    """Reasons equal the last event of each block in the manager's own results, while the record has room."""
     manager, last = manager_of(5, store=store, admission=data.draw(st.sampled_from(["all", "reuse:2"]))), {}
     universe = KEYS[:12]
     for _ in range(data.draw(st.integers(1, 12))):
         keys = data.draw(st.lists(st.sampled_from(universe), min_size=1, max_size=5, unique=True))
-        what = data.draw(st.sampled_from(["store", "store", "store", "fail", "discard", "reset"]))
-        if what == "reset":
+        event = data.draw(st.sampled_from(["store", "store", "store", "fail", "discard", "reset"]))
+        if event == "reset":
             last |= {key: "reset" for key in universe if manager.contains([key])[0]}
             manager.reset()
-        elif what == "discard":
+        elif event == "discard":
             last |= {key: "damaged" for key in keys if manager.contains([key])[0]}
             manager.discard(keys)
         else:
@@ -222,12 +222,12 @@ def test_the_last_event_of_each_block(store: str, data: st.DataObject) -> None:
                 left_out = missing[len(plan) :][plan.num_dropped :]
                 last |= dict.fromkeys(plan.evicted, "evicted") | dict.fromkeys(dropped, "no_room")
                 last |= dict.fromkeys(left_out, "not_admitted")
-                if what == "fail":
+                if event == "fail":
                     last |= dict.fromkeys(plan.keys, "failed_store")
-                manager.complete_store(plan, what != "fail")
+                manager.complete_store(plan, event != "fail")
             manager.finish_request(ctx)
         audit(manager)
         for key in universe:
             expected = "" if manager.contains([key])[0] else last.get(key, "never_seen")
-            found = reason(manager, key)
-            assert found == expected or (found == "unknown" and len(last) >= WAYS)
+            recorded = reason(manager, key)
+            assert recorded == expected or (recorded == "unknown" and len(last) >= WAYS)

@@ -132,7 +132,7 @@ def test_impossible_arguments_are_refused_at_construction() -> None:
             make(admission=no_rule)
 
 
-# ---- A policy is not trusted
+# ---- Checks of policies
 
 
 class Liar(NaiveLRU):
@@ -149,7 +149,7 @@ class Liar(NaiveLRU):
 
 
 @pytest.mark.parametrize(
-    ("lie", "what"),
+    ("lie", "mistake"),
     [
         ((0, 2), "a pinned block"),
         ((2, 1), "a block in flight"),
@@ -161,7 +161,7 @@ class Liar(NaiveLRU):
         ((-1, 2), "a negative slot"),
     ],
 )
-def test_a_policy_that_names_wrong_victims_is_detected(lie: tuple[int, ...], what: str) -> None:
+def test_a_policy_that_names_wrong_victims_is_detected(lie: tuple[int, ...], mistake: str) -> None:
     manager = make(Liar, 6)
     store(manager, "a")
     begin_store(manager, "b")
@@ -173,7 +173,7 @@ def test_a_policy_that_names_wrong_victims_is_detected(lie: tuple[int, ...], wha
     before = snapshot(manager)
     with pytest.raises(PolicyError, match=r"policy 'liar' named slot -?[0-9]+ as the victim for key 7[89]"):
         manager.prepare_store(keys("xy"), ctx)
-    assert snapshot(manager) == before, what
+    assert snapshot(manager) == before, mistake
     audit(manager)
 
 

@@ -77,12 +77,12 @@ def test_an_offer_that_contains_the_refused_block_is_decided_anew() -> None:
     request = manager.begin_request("parts", NEW)
     assert planned(manager.prepare_store(NEW[:2], request)).num_refused == 2
     plan = planned(manager.prepare_store(NEW[1:3], request))
-    assert plan.num_refused == 2, "the first of the refused blocks is not among them"
+    assert plan.num_refused == 2, "the first refused block is not among them"
     plan = planned(manager.prepare_store(NEW[:3], request))
     assert (len(plan), plan.num_refused) == (3, 0)
     manager.complete_store(plan)
     plan = planned(manager.prepare_store(NEW[3:4], request))
-    assert (len(plan), plan.num_refused) == (1, 0), "nothing of this prefix is missing now"
+    assert (len(plan), plan.num_refused) == (1, 0), "no block of this prefix is missing now"
 
 
 def test_other_requests_and_admitted_blocks_are_not_refused() -> None:
@@ -117,7 +117,7 @@ def test_a_victim_tier_decides_on_each_block() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_new_block_follows_a_refused_block(seed: int) -> None:
-    """The compiled policy `hazard`, with requests in parts of one to four blocks that run side by side."""
+    """Checked on `hazard`, with concurrent requests in parts of one to four blocks."""
     chance = random.Random(seed)
     manager = OffloadingManager(24, policy=SmallHazard, key_bytes=4)
     running: list[tuple[list[bytes], int, RequestContext]] = []
@@ -136,8 +136,10 @@ def test_no_new_block_follows_a_refused_block(seed: int) -> None:
         if is_cut:
             assert len(plan) == 0, f"seed {seed}, step {step}: stored behind a refused block"
         elif plan.num_refused:
-            gone = [key for key in path[start:end] if not manager.contains([key])[0] and key not in plan.keys]
-            refused[request.request_id] = gone[0]
+            absent = [
+                key for key in path[start:end] if not manager.contains([key])[0] and key not in plan.keys
+            ]
+            refused[request.request_id] = absent[0]
         num_refused += plan.num_refused
         manager.complete_store(plan)
         running[at] = path, end, request

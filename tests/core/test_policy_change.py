@@ -70,7 +70,7 @@ class Changing:
 def test_from_lru_to_lru_no_decision_changes(
     script: list[Step], capacity: int, begin_after: int, num_blocks: int, store: str
 ) -> None:
-    """The order of a new LRU equals that of an LRU that has seen all traffic, at every step."""
+    """At every step the order of a new LRU equals the order of an LRU that has seen all traffic."""
     changed, plain = (manager_of("lru", capacity, store=store) for _ in range(2))
     changing = Changing("lru", begin_after, num_blocks)
 
@@ -78,8 +78,8 @@ def test_from_lru_to_lru_no_decision_changes(
         changing(manager)
         return manager.policy.order()
 
-    seen = play(changed, script, order_of_changed)
-    assert seen == play(plain, script, lambda manager: manager.policy.order())
+    decisions = play(changed, script, order_of_changed)
+    assert decisions == play(plain, script, lambda manager: manager.policy.order())
 
 
 @pytest.mark.parametrize("old", ["arc", "lfu", "sieve", SmallHazard])
@@ -92,10 +92,10 @@ def test_the_old_policy_decides_until_the_change_is_complete(
 ) -> None:
     changed, plain = (manager_of(old, capacity, store=store) for _ in range(2))
     changing = Changing("lru", begin_after, num_blocks)
-    seen = play(changed, script, changing)
+    decisions = play(changed, script, changing)
     expected = play(plain, script)
     equal = len(script) if changing.done_after is None else changing.done_after
-    assert [step[:2] for step in seen[:equal]] == [step[:2] for step in expected[:equal]]
+    assert [step[:2] for step in decisions[:equal]] == [step[:2] for step in expected[:equal]]
 
 
 PAIRS = [
@@ -103,7 +103,7 @@ PAIRS = [
     for row, old in enumerate(OTHERS)
     for column, new in enumerate(OTHERS)
 ]
-"""All pairs. The quick ones have each policy once on each side."""
+"""All pairs of policies; in the quick pairs each policy is once the old and once the new one."""
 
 
 @pytest.mark.parametrize(("old", "new"), PAIRS)
@@ -119,7 +119,7 @@ def test_from_every_policy_to_every_other(old: Any, new: Any) -> None:
 @pytest.mark.parametrize("old", OTHERS)
 @pytest.mark.parametrize("new", ["lru", "fifo", SmallHazard])
 def test_blocks_keep_their_order(old: Any, new: Any) -> None:
-    """Without traffic meanwhile, the new policy has the order of the old policy."""
+    """Without traffic during the change, the new policy has the order of the old policy."""
     manager = manager_of(old, 40)
     play(manager, random_script(5, num_steps=400, settle=True))
     order = manager.policy.order()
@@ -138,9 +138,9 @@ def test_blocks_keep_their_order(old: Any, new: Any) -> None:
 def test_unused_blocks_keep_their_order_under_traffic(
     old: Any, script: list[Step], capacity: int, num_blocks: int, store: str
 ) -> None:
-    """FIFO adopts the blocks that were not used meanwhile in the order of the old policy.
+    """FIFO adopts blocks that are not used during the change in the order of the old policy.
 
-    These old policies move no block that is not used.
+    These old policies move only used blocks.
     """
     manager = manager_of(old, capacity, store=store)
     player = Player(manager, [NO_HINTS])
@@ -231,7 +231,7 @@ MOST_VISITS = 16 * FEW + 64
 
 
 def with_rare_unused_blocks(old: str) -> tuple[OffloadingManager, Any]:
-    """A change to LRU in which 1 of 50 blocks has not been used since it began; its first reader."""
+    """Begin a change to LRU and use 49 of 50 blocks; returns the manager and the change's first reader."""
     manager = manager_of(old, MANY)
     keys = [number.to_bytes(8, "little") for number in range(MANY)]
     for first in range(0, MANY, 1000):
@@ -269,7 +269,7 @@ def test_a_call_passes_few_blocks_of_a_heap() -> None:
 
 @pytest.mark.parametrize("num_blocks", [0, 60])
 def test_a_call_passes_few_lists(num_blocks: int) -> None:
-    """LFU with 5000 lists, of which some have one block each."""
+    """LFU has 5000 lists, and some of them have one block each."""
     manager = manager_of("lfu,max_count=5000", 100)
     keys = [bytes([n]) * 8 for n in range(num_blocks)]
     if keys:
@@ -380,7 +380,7 @@ def test_a_reset_between_preparation_and_begin() -> None:
     manager = manager_of(MovesItsState)
     play(manager, random_script(4, num_steps=60, settle=True))
     prepared = manager.prepare_policy_change(MovesItsState)
-    kept = [manager.policy.state]  # so that a stale address is noticed, not a crash
+    kept = [manager.policy.state]  # keeps the memory alive, so that a stale address does not crash
     manager.reset()
     play(manager, random_script(5, num_steps=60, settle=True))
     manager.begin_policy_change(prepared)

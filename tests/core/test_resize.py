@@ -1,4 +1,4 @@
-"""Another number of slots in use: which blocks leave, when, and what stays."""
+"""Resizes of the slots in use: evicted blocks, their order, and the state that remains."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def manager_of(policy: Any = "lru", capacity: int = 8, **options: Any) -> Offloa
 
 
 def full(policy: Any = "lru", **options: Any) -> OffloadingManager:
-    """Return a manager of eight blocks, of which the block 0 is the warmest."""
+    """Return a full manager of eight blocks; block 0 is the warmest."""
     manager = manager_of(policy, **options)
     manager.complete_store(manager.prepare_store(KEYS[:8]))
     return manager
@@ -92,7 +92,7 @@ def test_free_slots_go_first() -> None:
     assert (resident(manager), manager.counters().evicted) == ([0, 1, 2], 0)
 
 
-def test_a_resize_can_change_its_mind() -> None:
+def test_a_resize_can_be_replaced_by_another() -> None:
     manager = full()
     manager.begin_resize(2)
     assert manager.advance_resize(3)
@@ -156,7 +156,7 @@ def test_a_reset_keeps_the_size(drop_in_flight: bool, is_complete: bool) -> None
 
 
 def test_minimums_of_tenants_are_kept() -> None:
-    """Tenant a keeps its minimum, whose blocks are the coldest; too small a pool is refused."""
+    """Tenant a keeps its minimum although its blocks are the coldest; too small a pool is refused."""
     manager = manager_of(tenants={"a": Quota(3)})
     for name, keys in (("a", KEYS[:4]), ("b", KEYS[4:8])):
         ctx = manager.begin_request(name, keys, hints=Hints(tenant=name))
@@ -207,7 +207,7 @@ def test_hazard_compares_itself_with_an_lru_of_the_size_in_use() -> None:
 
 
 def test_hazard_does_not_become_lru_in_a_smaller_pool() -> None:
-    """An LRU of the whole pool would hold all sessions, and no policy in the used part could keep up."""
+    """An LRU of the whole pool would hold all sessions, so no policy in the used part could match it."""
     random, num_late, hits = Random(3), 0, 0
     manager = manager_of("hazard", 512)
     resize(manager, 64)
@@ -291,14 +291,14 @@ def test_the_state_machine_with_resizes_and_policy_changes() -> None:
 
 @pytest.mark.parametrize("key_bytes", [8, 32, 36])
 def test_unseen_keys_have_the_same_hashes_at_any_length(key_bytes: int) -> None:
-    """A replay of recorded hashes gives its policy keys with the hashes that the recorded manager gave."""
+    """In a replay of recorded hashes, keys have the same hashes as in the recorded manager."""
     from kvoffload.core.request import HASH, Path, RequestContext
 
     def hashes(length: int) -> list[int]:
         ctx = RequestContext("", length)
         ctx.add(unseen_keys(length))
-        found: list[int] = Path.over(ctx.memory).records[: ctx.length, HASH].tolist()
-        return found
+        row_hashes: list[int] = Path.over(ctx.memory).records[: ctx.length, HASH].tolist()
+        return row_hashes
 
     assert hashes(key_bytes) == hashes(8)
     assert len({*unseen_keys(key_bytes)}) == 512

@@ -58,7 +58,7 @@ def held(manager: OffloadingManager) -> dict[str, int]:
 
 
 def scan(manager: OffloadingManager, tenant: str, count: int = 40) -> None:
-    """Store new blocks, two a request."""
+    """Store new blocks, two for each request."""
     for number in range(count):
         ctx = manager.begin_request(tenant, hints=Hints(tenant=tenant))
         plan = manager.prepare_store([bytes([128 + 2 * number % 127]), bytes([129 + 2 * number % 127])], ctx)
@@ -85,7 +85,7 @@ def test_without_quotas_the_same_scan_evicts_the_blocks(policy: str) -> None:
     manager = make(policy, 8)
     serve(manager, "a", "abcd")
     scan(manager, "b")
-    if policy != "hazard":  # may refuse the scan
+    if policy != "hazard":  # hazard may refuse the scan
         assert MISS in states(manager, "abcd")
 
 
@@ -270,7 +270,7 @@ def _room(tenants: Tenants, owner: int, wanted: int, num_free: int, margin: int)
 
 counts = st.tuples(st.integers(0, 30), st.integers(0, 30), st.integers(0, 30))
 limits = st.tuples(st.integers(0, 40), st.none() | st.integers(1, 60)).filter(
-    lambda limit: limit[1] is None or limit[0] <= limit[1]  # `check_quotas` refuses others
+    lambda limit: limit[1] is None or limit[0] <= limit[1]  # `check_quotas` refuses other limits
 )
 
 
@@ -311,7 +311,7 @@ def test_the_room_equals_the_naive_twins(
         assert room <= tenants.usable_free or tenants.givers == givers
 
 
-# ---- what policies learn
+# ---- learning of policies
 
 
 @kernel
@@ -330,8 +330,8 @@ def test_a_policy_learns_in_proportion_from_a_tenant_beyond_its_minimum(
         offered += count
         may = _may_learn(tenants.memory, int(is_own), count, count, capacity)
         learnt += count if is_own and may else 0
-        part = LEARNT_ALWAYS + LEARNT_PART * held / capacity
-        assert learnt <= part * offered + 1e-6
+        share = LEARNT_ALWAYS + LEARNT_PART * held / capacity
+        assert learnt <= share * offered + 1e-6
     last = sum(count for is_own, count in stores if is_own)
     if stores and last * capacity <= held * offered and all(is_own for is_own, _ in stores):
         assert learnt == last, "a tenant with the whole cache"
@@ -361,8 +361,8 @@ def test_a_scan_leaves_few_ghosts_and_few_samples() -> None:
             serve_numbers(manager, "scan", range(first, first + 10))
         learnt.append(manager.stats().policy[number] - before)
         audit(manager)
-    part = LEARNT_ALWAYS + LEARNT_PART * 10 / 1000
-    assert all(0 < number <= part * 6_000 + 10 for number in learnt), learnt
+    share = LEARNT_ALWAYS + LEARNT_PART * 10 / 1000
+    assert all(0 < number <= share * 6_000 + 10 for number in learnt), learnt
 
 
 # ---- searches
@@ -391,7 +391,7 @@ def serve_numbers(manager: OffloadingManager, tenant: str, numbers: range) -> Re
 
 @pytest.mark.parametrize("policy", [SmallHazard if name == "hazard" else name for name in POLICIES.names()])
 def test_remembered_places_change_no_decision(policy: Any) -> None:
-    """Each skipped block is remembered, or none; blocks are used again between the stores."""
+    """Compares remembering every skipped block with remembering none; blocks are used between the stores."""
     for seed in range(4):
         orders = []
         for stride in (1, 1 << 40):
@@ -436,7 +436,7 @@ def test_a_search_begins_behind_protected_blocks(policy: str) -> None:
     order = manager.policy.order()
     assert order is not None
     assert 3000 - tenants.stride <= order.index(place) + 1 <= 3000
-    # A use of the block at the place ends the validity of the place, not the quota.
+    # Using the block at a remembered place invalidates the place, not the quota.
     key = manager.index.key_at(place)
     ctx = manager.begin_request("a", [key], hints=Hints(tenant="a"))
     manager.touch([key], ctx)

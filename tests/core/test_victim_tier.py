@@ -71,14 +71,14 @@ def leave(manager: OffloadingManager, letters: str = "123") -> str:
 
 @pytest.fixture(params=[*POLICIES, "hazard"])
 def manager(request: pytest.FixtureRequest) -> OffloadingManager:
-    """A victim tier that holds a to d, evicted from d on if equal."""
+    """A victim tier with blocks a to d; among equals d is evicted first."""
     manager = victim_tier(request.param)
     store(manager, "abcd")
     readable(manager)
     return manager
 
 
-# ---- who is a duplicate
+# ---- duplicates
 
 
 def test_a_loaded_block_becomes_a_duplicate_when_its_load_ends(manager: OffloadingManager) -> None:
@@ -127,9 +127,9 @@ def test_a_block_in_flight_is_no_duplicate(manager: OffloadingManager) -> None:
 
 def test_contains_covers_blocks_after_a_gap(manager: OffloadingManager) -> None:
     begin_store(manager, "x")
-    left = next(letter for letter in "abcd" if states(manager, letter) == [HIT])
-    read(manager, left)
-    assert manager.contains(keys(f"{left}zxz")).tolist() == [True, False, True, False]
+    resident = next(letter for letter in "abcd" if states(manager, letter) == [HIT])
+    read(manager, resident)
+    assert manager.contains(keys(f"{resident}zxz")).tolist() == [True, False, True, False]
     before = snapshot(manager)
     manager.contains(keys("abcdz"))
     assert snapshot(manager) == before
@@ -177,7 +177,9 @@ def test_a_block_that_is_offered_twice_is_kept_once(manager: OffloadingManager) 
     assert (text(plan.keys), plan.rows.tolist(), manager.stats().kept) == ("x", [1], 1)
 
 
-def test_an_offered_duplicate_does_not_leave_for_one_beside_it(manager: OffloadingManager) -> None:
+def test_an_offered_duplicate_is_not_evicted_for_another_block_of_the_offer(
+    manager: OffloadingManager,
+) -> None:
     read(manager, "ab")
     assert text(store(manager, "ax").evicted) == "b"
     assert states(manager, "a") == [HIT]
@@ -193,7 +195,7 @@ def test_without_room_nothing_changes(manager: OffloadingManager) -> None:
     assert manager.stats().duplicates == 4
 
 
-def test_a_failed_store_gives_its_slots_back(manager: OffloadingManager) -> None:
+def test_a_failed_store_frees_its_slots(manager: OffloadingManager) -> None:
     read(manager, "ab")
     plan = begin_store(manager, "xyz")
     manager.complete_store(plan, success=False)
@@ -204,7 +206,7 @@ def test_a_failed_store_gives_its_slots_back(manager: OffloadingManager) -> None
     assert text(store(manager, "xyz").keys) == "xyz"
 
 
-# ---- what happens to duplicates
+# ---- fates of duplicates
 
 
 def test_a_pinned_duplicate_is_not_evicted(manager: OffloadingManager) -> None:
@@ -216,7 +218,7 @@ def test_a_pinned_duplicate_is_not_evicted(manager: OffloadingManager) -> None:
     assert leave(manager, "4") == "a"
 
 
-def test_a_pinned_duplicate_that_is_offered_is_one_again_when_its_load_ends(
+def test_a_pinned_duplicate_that_is_offered_is_a_duplicate_again_after_its_load(
     manager: OffloadingManager,
 ) -> None:
     read(manager, "a")
@@ -301,24 +303,24 @@ def test_events_report_evicted_duplicates_and_not_kept_ones(manager: OffloadingM
 # ---- blocks that return
 
 
-class Told(NaiveLRU):
+class RecordsCalls(NaiveLRU):
     """LRU that records its calls."""
 
-    name = "told"
+    name = "records-calls"
 
     def access(self, slots: SlotArray, reused: BoolArray) -> None:
-        self.told = [*self._told(), (letters_at_index(self, slots), reused.tolist())]
+        self.calls = [*self._calls(), (letters_at_index(self, slots), reused.tolist())]
         super().access(slots, reused)
 
-    def _told(self) -> list[tuple[str, list[bool]]]:
-        return getattr(self, "told", [])
+    def _calls(self) -> list[tuple[str, list[bool]]]:
+        return getattr(self, "calls", [])
 
-    def take_told(self) -> list[tuple[str, list[bool]]]:
-        told, self.told = self._told(), []
-        return told
+    def take_calls(self) -> list[tuple[str, list[bool]]]:
+        calls, self.calls = self._calls(), []
+        return calls
 
 
-class Observing(Told):
+class Observing(RecordsCalls):
     """A policy that observes all traffic."""
 
     def observe(self, path: Keys, slots: SlotArray, start: int, on_device: int) -> None:
@@ -329,63 +331,63 @@ def letters_at_index(policy: EvictionPolicy, slots: SlotArray) -> str:
     return text(policy.index.keys_at(slots))
 
 
-def told_by(manager: OffloadingManager, letters: str) -> list[tuple[str, list[bool]]]:
+def calls_for(manager: OffloadingManager, letters: str) -> list[tuple[str, list[bool]]]:
     """Return the policy's calls when the device drops blocks."""
     store(manager, letters)
     policy: Any = manager.policy
-    told: list[tuple[str, list[bool]]] = policy.take_told()
-    return told
+    calls: list[tuple[str, list[bool]]] = policy.take_calls()
+    return calls
 
 
 def test_a_block_that_the_device_served_returns_used_again() -> None:
-    manager = victim_tier(Told)
+    manager = victim_tier(RecordsCalls)
     use_on_device(manager, "abc")
     use_on_device(manager, "b")
-    assert told_by(manager, "abc") == [("abc", [False, True, False])]
+    assert calls_for(manager, "abc") == [("abc", [False, True, False])]
 
 
 def test_a_block_that_was_hit_here_returns_used_again() -> None:
-    manager = victim_tier(Told)
-    assert told_by(manager, "abcd") == []
+    manager = victim_tier(RecordsCalls)
+    assert calls_for(manager, "abcd") == []
     read(manager, "ab")
-    assert told_by(manager, "b") == [("b", [True])], "kept"
-    assert told_by(manager, "xyz") == [], "b, in the order, and new blocks that were used once"
-    assert told_by(manager, "a") == [("a", [True])], "it gave up its slot"
+    assert calls_for(manager, "b") == [("b", [True])], "kept"
+    assert calls_for(manager, "xyz") == [], "b is in the order, and the new blocks were used once"
+    assert calls_for(manager, "a") == [("a", [True])], "a had lost its slot"
 
 
 def test_kept_and_new_blocks_are_reported_in_one_order() -> None:
-    manager = victim_tier(Told)
+    manager = victim_tier(RecordsCalls)
     store(manager, "ab")
     read(manager, "a")
     use_on_device(manager, "xy")
     use_on_device(manager, "y")
-    assert told_by(manager, "xay") == [("xay", [False, True, True])]
+    assert calls_for(manager, "xay") == [("xay", [False, True, True])]
 
 
 def test_all_calls_of_a_request_are_one_use() -> None:
-    manager = victim_tier(Told)
+    manager = victim_tier(RecordsCalls)
     request = manager.begin_request("r", keys("a"))
     manager.touch(keys("a"), request)
     manager.touch(keys("a"), request)
     manager.finish_request(request)
-    assert told_by(manager, "a") == []
+    assert calls_for(manager, "a") == []
 
 
 def test_a_return_is_reported_once_for_each_use() -> None:
-    manager = victim_tier(Told, 2)
+    manager = victim_tier(RecordsCalls, 2)
     use_on_device(manager, "a")
     use_on_device(manager, "a")
-    assert told_by(manager, "a") == [("a", [True])]
+    assert calls_for(manager, "a") == [("a", [True])]
     store(manager, "xy")
     assert states(manager, "a") == [MISS]
-    assert told_by(manager, "a") == [], "it was computed once since it left"
+    assert calls_for(manager, "a") == [], "computed once since its eviction"
 
 
 def test_a_policy_that_observes_gets_no_reports_of_returns() -> None:
     manager = victim_tier(Observing)
     use_on_device(manager, "a")
     use_on_device(manager, "a")
-    assert told_by(manager, "a") == []
+    assert calls_for(manager, "a") == []
     assert (manager.store_mode.cache.known.lists.num_positions, POLICY_NAMES.find("hazard").observes()) == (
         0,
         True,
@@ -393,20 +395,20 @@ def test_a_policy_that_observes_gets_no_reports_of_returns() -> None:
 
 
 def test_a_refused_block_stays_known() -> None:
-    manager = victim_tier(admission="reuse:2", policy=Told)
+    manager = victim_tier(admission="reuse:2", policy=RecordsCalls)
     manager.complete_load(load(manager, ""))
     use_on_device(manager, "a")
     assert len(store(manager, "a").keys) == 0
     use_on_device(manager, "a")
-    assert told_by(manager, "a") == [("a", [True])]
+    assert calls_for(manager, "a") == [("a", [True])]
 
 
 def test_reset_forgets_marks() -> None:
-    manager = victim_tier(Told)
+    manager = victim_tier(RecordsCalls)
     use_on_device(manager, "aab")
     use_on_device(manager, "a")
     manager.reset()
-    assert told_by(manager, "ab") == []
+    assert calls_for(manager, "ab") == []
 
 
 class NaiveKnown:
@@ -444,7 +446,7 @@ _ACTS = st.tuples(
 def test_the_policy_receives_the_reports_of_the_naive_model(
     acts: list[tuple[str, str]], capacity: int
 ) -> None:
-    manager, model = victim_tier(Told, capacity), NaiveKnown(capacity)
+    manager, model = victim_tier(RecordsCalls, capacity), NaiveKnown(capacity)
     policy: Any = manager.policy
     for act, letters in acts:
         here = dict(zip(letters, manager.contains(keys(letters)).tolist(), strict=True))
@@ -460,21 +462,21 @@ def test_the_policy_receives_the_reports_of_the_naive_model(
                 manager.finish_request(request)
                 for letter in letters:
                     model.note(letter.encode(), here[letter])
-            assert policy.take_told() == []
+            assert policy.take_calls() == []
         elif act == "keep":
             manager.keep(keys(letters))
             enters = [letter for letter in letters if letter in duplicates]
             flags = [model.take_out(letter.encode()) for letter in enters]
-            assert policy.take_told() == ([("".join(enters), flags)] if any(flags) else [])
+            assert policy.take_calls() == ([("".join(enters), flags)] if any(flags) else [])
         else:
             plan = manager.prepare_store(keys(letters))
-            if plan is None:  # only blocks of this batch could leave for it
-                assert policy.take_told() == []
+            if plan is None:  # only blocks of this batch could be evicted for it
+                assert policy.take_calls() == []
                 continue
             enters = [key for key in letters if key in duplicates or key.encode() in list(plan.keys)]
             flags = [model.take_out(letter.encode()) for letter in enters]
             both = 0 < len(plan.keys) < len(enters)
-            assert policy.take_told() == ([("".join(enters), flags)] if any(flags) or both else [])
+            assert policy.take_calls() == ([("".join(enters), flags)] if any(flags) or both else [])
             manager.complete_store(plan, success=act == "drop")
         audit(manager)
     known = manager.store_mode.cache.known
@@ -483,15 +485,15 @@ def test_the_policy_receives_the_reports_of_the_naive_model(
 
 @pytest.mark.parametrize("policy", ["lru", "fifo"])
 def test_a_policy_that_ignores_uses_decides_the_same_with_reports(small_chat: Trace, policy: str) -> None:
-    found = POLICY_NAMES.find(policy)
-    told = type("Told", (found,), {"counts_uses": True})
-    assert (found.needs_returns(), told.needs_returns()) == (False, True)
+    policy_class = POLICY_NAMES.find(policy)
+    reporting_class = type("Told", (policy_class,), {"counts_uses": True})
+    assert (policy_class.needs_returns(), reporting_class.needs_returns()) == (False, True)
     blocks = small_chat.unique_blocks // 20
     digests = [
-        Replay(small_chat, ReplayConfig(blocks, one, "all", blocks, ON_DEVICE_EVICTION))
+        Replay(small_chat, ReplayConfig(blocks, tested, "all", blocks, ON_DEVICE_EVICTION))
         .run()
         .decisions_sha256
-        for one in (found, told)
+        for tested in (policy_class, reporting_class)
     ]
     assert digests[0] == digests[1]
 
@@ -577,7 +579,7 @@ class Choosy(NaiveLRU):
         self.slots += reversed(taken)
 
 
-class TakesWhatIsBehind(Choosy):
+class TakesLaterBlocks(Choosy):
     stops_at_the_first = False
 
 
@@ -603,7 +605,7 @@ def test_given_slots_go_to_the_first_blocks() -> None:
     manager = victim_tier(Choosy)
     store(manager, "abc")
     read(manager, "b")
-    plan = store(manager, "pqrw")  # a free slot, a duplicate's, and two to be named
+    plan = store(manager, "pqrw")  # a free slot, a duplicate's slot, and two victims of the policy
     aligned(manager, plan, "pqrw")
     assert (text(plan.keys), text(plan.evicted), plan.num_refused) == ("pqw", "bc", 1)
     assert plan.missing_rows.tolist() == [0, 1, 3, 2]
@@ -633,7 +635,7 @@ def test_policy_and_admission_refuse_side_by_side() -> None:
     assert plan.missing_rows.tolist() == [2, 4, 5, 1, 0, 3]
 
 
-def test_all_of_a_batch_may_be_refused() -> None:
+def test_a_whole_batch_may_be_refused() -> None:
     manager = victim_tier(Choosy)
     store(manager, "abcd")
     plan = store(manager, "pq")
@@ -662,7 +664,7 @@ def test_refused_tail_and_overflow_of_a_prefix_are_distinguished() -> None:
 
 
 def test_a_policy_that_accepts_a_block_after_a_refused_one_is_detected() -> None:
-    manager = make(TakesWhatIsBehind)
+    manager = make(TakesLaterBlocks)
     store(manager, "abcd")
     before = snapshot(manager, ignore=["policy"])
     with pytest.raises(PolicyError, match="refused a block and accepted a later block"):
@@ -680,7 +682,7 @@ def test_a_refusal_by_a_policy_that_may_not_refuse_is_an_error() -> None:
 # ---- policies that break their contract
 
 
-class NamesWhatWasRemoved(NaiveLRU):
+class NamesRemovedSlots(NaiveLRU):
     name = "names-what-was-removed"
 
     def forget(self, slot: int) -> None:
@@ -693,12 +695,12 @@ class NamesWhatWasRemoved(NaiveLRU):
 
 @pytest.mark.parametrize("offered", ["wxyz", "bwxy", "wbxyzv", "c123"])
 def test_a_policy_that_names_a_removed_slot_changes_nothing(offered: str) -> None:
-    manager = victim_tier(NamesWhatWasRemoved)
+    manager = victim_tier(NamesRemovedSlots)
     store(manager, "abcd")
     read(manager, "b")
     read(manager, "c")
     read(manager, "a")
-    reading = load(manager, "c")  # stands between duplicates that may leave
+    reading = load(manager, "c")  # pins a duplicate between evictable duplicates
     manager.touch(keys("a"))
     before = snapshot(manager, ignore=["policy"])
     with pytest.raises(PolicyError, match=r"not in the policy's order"):
@@ -730,15 +732,15 @@ def conversations(steps: list[tuple[int, int, int]], longest: int) -> Trace:
     """Draw requests that each extend a part of an earlier request by new blocks."""
     requests: list[list[int]] = [[]]
     following = 0
-    for earlier, part, grown in steps:
-        known = requests[earlier % len(requests)][:part]
+    for earlier, shared, grown in steps:
+        known = requests[earlier % len(requests)][:shared]
         request = [*known, *range(following, following + grown)][:longest]
         following += grown
         requests.append(request)
     return trace_of(*requests[1:])
 
 
-# A request must fit into the device: what does not is not offered, and a single LRU would take it.
+# A request must fit into the device, because blocks beyond its size are not offered; a single LRU takes them.
 
 
 @given(long_lists(turns, 40), st.integers(4, 9), st.integers(1, 9))
@@ -760,7 +762,7 @@ GOLDEN = {
     ("conversation_first60", 1_000, 1_000): (0.057368, 6),
     ("conversation_first60", 4_000, 4_000): (None, 6),
 }
-"""Of LRU at the summed size, from tests/support/golden_numbers.py; None: computed here."""
+"""Hit ratios of LRU at the summed size, from tests/support/golden_numbers.py; None: computed here."""
 
 
 @pytest.mark.trace

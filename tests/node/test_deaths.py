@@ -1,4 +1,4 @@
-"""Processes that die inside a call, at a random instruction: the others go on, and no byte is wrong."""
+"""Processes die inside a call at a random instruction: the others continue, and no byte is wrong."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SURVIVORS_SHARE, VICTIMS_SHARE = 24, 16
 
 
 class Deaths:
-    """A survivor, which other processes die beside.
+    """A surviving process, and other processes that die while it works.
 
     Args:
         has_shares: the survivor and each victim have a share of the pool.
@@ -88,7 +88,7 @@ class Deaths:
         return held, store
 
     def _run_to_a_random_instruction(self, victim: Traced) -> None:
-        """Three of four times to an instruction inside the lock."""
+        """Run the victim to a random instruction, in three of four cases inside the lock."""
         address, rng = self.survivor.manager._mutex._address, self._random
         wanted = rng.random() < 0.75
         for _ in range(200):
@@ -140,7 +140,7 @@ def test_deaths_at_random_instructions(root: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["lru", "hazard"])
 def test_deaths_of_engines_with_shares(root: Path, policy: str) -> None:
-    """The share of a dead engine returns to the pool: the next victim gets as much."""
+    """The share of a dead engine returns to the pool, and the next victim gets it."""
     deaths = run(root, 60, policy, num_children=1, has_shares=True)
     tenants = deaths.survivor.manager.stats().tenants
     assert tenants["own"].min == SURVIVORS_SHARE

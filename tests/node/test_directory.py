@@ -86,7 +86,7 @@ def _start_and_report(pipe: Any, root: Path, keep_s: float, name: str) -> None:
 
 
 def double_starts(root: Path, num_rounds: int, keep_s: float = 60.0) -> None:
-    warm = Engine(root, "warm", keep_s=0.0)  # The processes inherit loaded kernels.
+    warm = Engine(root, "warm", keep_s=0.0)  # loads the kernels, which the processes inherit
     warm.store(0)
     warm.close()
     context = multiprocessing.get_context("fork")
@@ -94,13 +94,13 @@ def double_starts(root: Path, num_rounds: int, keep_s: float = 60.0) -> None:
         pairs = [context.Pipe() for _ in range(2)]
         processes = [
             context.Process(
-                target=_start_and_report, args=(theirs, root, keep_s, "ab"[n] * (n + 1)), daemon=True
+                target=_start_and_report, args=(child_end, root, keep_s, "ab"[n] * (n + 1)), daemon=True
             )
-            for n, (_, theirs) in enumerate(pairs)
+            for n, (_, child_end) in enumerate(pairs)
         ]
         for process in processes:
             process.start()
-        pipes = [ours for ours, _ in pairs]
+        pipes = [parent_end for parent_end, _ in pairs]
         for pipe in pipes:
             assert pipe.recv() == "ready"
         for pipe in random.sample(pipes, 2):
@@ -186,21 +186,21 @@ def test_a_pool_is_kept_after_its_last_member(root: Path) -> None:
 
 
 @pytest.mark.parametrize("seconds", [-3600.0, 3600.0])
-def test_a_step_of_the_systems_clock_ends_no_time(
+def test_a_step_of_the_systems_clock_shortens_no_period(
     root: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
-    """Slots of a dead engine are not reused early; a pool is neither removed early nor kept for longer."""
-    one, two = Engine(root, "a"), Engine(root, "b")
+    """Slots of a dead engine are not reused early; a pool is neither removed early nor kept longer."""
+    first, second = Engine(root, "a"), Engine(root, "b")
     passed, stepped = 0.0, 0.0
     clock = SimpleNamespace(time=lambda: time.time() + stepped, monotonic=lambda: time.monotonic() + passed)
     monkeypatch.setattr(directories, "time", clock)
-    two.kill()
-    assert one.directory.dead() == [1]
+    second.kill()
+    assert first.directory.dead() == [1]
     stepped = seconds
-    assert one.directory.dead(600.0) == []
+    assert first.directory.dead(600.0) == []
     passed = 601.0
-    assert one.directory.dead(600.0) == [1]
-    one.kill()
+    assert first.directory.dead(600.0) == [1]
+    first.kill()
     stepped -= seconds
     assert not pools(root)[0].is_expired
     passed += 61.0
@@ -208,10 +208,10 @@ def test_a_step_of_the_systems_clock_ends_no_time(
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM])
-def test_a_pool_is_not_removed_for_want_of_handles_or_memory(
+def test_a_lack_of_handles_or_memory_does_not_remove_a_pool(
     root: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """A file that cannot be opened now is not damage: the pool may be in use, or kept for later."""
+    """A file that cannot be opened now is not damaged: the pool may be in use, or kept for later."""
 
     def no_room(*_: object) -> None:
         raise OSError(number, "no room")
@@ -228,7 +228,7 @@ def test_a_pool_is_not_removed_for_want_of_handles_or_memory(
 
 
 def test_members_share_the_reasons_of_missing_blocks(root: Path) -> None:
-    """One engine evicts, and another explains; each counts its own misses."""
+    """An engine explains misses of blocks that another engine evicted; each counts its own misses."""
     first, second = (Engine(root, name, capacity=4, key_bytes=32, explain_misses=True) for name in ("a", "b"))
     first.store(0)
     first.store(4)
@@ -317,7 +317,7 @@ def test_a_damaged_pool_without_processes_is_replaced(root: Path, file: str, how
 @pytest.mark.parametrize("how", ["zeroed", "garbage", "missing"])
 @pytest.mark.parametrize("file", [MEMBERS, STATE, FACTS])
 def test_a_pool_that_is_damaged_while_it_is_used(root: Path, file: str, how: str) -> None:
-    """A file is damaged by replacing it: nothing can protect a process from a file that shrinks."""
+    """The test replaces the file, because a process cannot survive a file that shrinks."""
     engine = Engine(root, "a")
     engine.store(0)
     path = engine.directory.path / file
@@ -468,7 +468,7 @@ def test_a_full_file_system_leaves_nothing_behind(small: Path, free_pages: int) 
     engine.close()
 
 
-def test_members_go_on_when_the_next_has_no_room(small: Path) -> None:
+def test_members_continue_when_a_new_member_has_no_room(small: Path) -> None:
     engine = Engine(small, "a", capacity=1 << 8)
     engine.store(0)
     stat = os.statvfs(small)

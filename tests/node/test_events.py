@@ -1,4 +1,4 @@
-"""Events and expected keys of a pool: of all members, after an overflow, for a late listener, of the dead."""
+"""Events and expected keys of a pool: of all and of dead members, after an overflow, for late listeners."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Member:
         return events
 
     def contents(self) -> set[bytes]:
-        found = self.manager.contains(KEYS)
-        return {key for key, is_there in zip(KEYS, found, strict=True) if is_there}
+        present = self.manager.contains(KEYS)
+        return {key for key, is_there in zip(KEYS, present, strict=True) if is_there}
 
     def check(self) -> list[OffloadingEvent]:
         events = self.read()
@@ -86,7 +86,7 @@ def test_an_overflow_gives_a_reset_and_the_contents(root: Path) -> None:
 
 
 def test_a_full_ring_loses_nothing(root: Path) -> None:
-    """The last event that fits: exactly as many events as the ring has places."""
+    """The number of events equals the number of places in the ring."""
     slow, busy = Member(root, "slow"), Member(root, "busy")
     ring = len(slow.manager._file.events)
     while slow.manager._numbers.num_events < ring:
@@ -98,7 +98,7 @@ def test_a_full_ring_loses_nothing(root: Path) -> None:
 
 
 def test_a_late_listener_begins_with_the_contents(root: Path) -> None:
-    """Whoever follows its events must know the blocks that were in the pool before."""
+    """A listener that follows the events must know the blocks that were already in the pool."""
     first = Member(root, "first", enable_events=False)
     first.store(0)
     assert first.manager.take_events() == []

@@ -1,4 +1,4 @@
-"""The keeper: a pool survives its last process, and is removed in time although nobody runs."""
+"""The keeper keeps a pool after its last process, and removes the pool in time without other processes."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ def join(root: Path, name: str, keep_s: float = KEEP_S) -> PoolDirectory:
     return directory
 
 
-def wait_for(what: Callable[[], object]) -> None:
+def wait_for(is_so: Callable[[], object]) -> None:
     until = time.monotonic() + 30
-    while not what():
+    while not is_so():
         assert time.monotonic() < until, "not in time"
         time.sleep(0.02)
 
 
 def keepers(root: Path) -> list[int]:
     """Return the processes whose command line names this directory and the keeper."""
-    found = []
+    numbers = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             command = (process / "cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
         if len(command) > 4 and command[3].endswith(b"keeper.py") and command[4].startswith(bytes(root)):
-            found.append(int(process.name))
-    return found
+            numbers.append(int(process.name))
+    return numbers
 
 
 @pytest.fixture(autouse=True)
-def _no_keeper_is_left(root: Path) -> Iterator[None]:
+def _check_that_no_keeper_remains(root: Path) -> Iterator[None]:
     yield
     for pool in pools(root):
         (pool.path / keeper.MEMBERS).unlink()
@@ -52,17 +52,17 @@ def _no_keeper_is_left(root: Path) -> Iterator[None]:
 
 def killed_member(root: Path, keep_s: float) -> int:
     """Let a process join; return its number, for a kill."""
-    ready, theirs = os.pipe()
+    ready, child_end = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
             join(root, f"child-{os.getpid()}", keep_s)
-            os.write(theirs, b"1")
+            os.write(child_end, b"1")
             while True:
                 time.sleep(60)
         finally:
             os._exit(1)
-    os.close(theirs)
+    os.close(child_end)
     assert os.read(ready, 1) == b"1"
     os.close(ready)
     return pid
@@ -81,7 +81,7 @@ def test_a_pool_is_removed_after_its_time(root: Path) -> None:
 
 
 def test_a_killed_member_counts_from_its_end(root: Path) -> None:
-    """Not from its last call, which may be long ago: the keeper sees that the process runs."""
+    """Its last call may be long ago, but the keeper sees that the process runs."""
     pid = killed_member(root, 1.0)
     wait_for(lambda: keepers(root))
     time.sleep(1.2)

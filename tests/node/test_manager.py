@@ -1,7 +1,7 @@
-"""Managers that share their state: equal to one manager, also when members die between two calls.
+"""Managers that share their state equal one manager, also when members die between two calls.
 
-Hypothesis steers the machine, and for a long run a seed. KVOFFLOAD_STEPS is the length of the long run
-(`make soak`: a million steps); KVOFFLOAD_SEED repeats a round that failed.
+Hypothesis draws the machine's steps, or a seed for long runs. KVOFFLOAD_STEPS is the length of the long run
+(`make soak`: a million steps); KVOFFLOAD_SEED repeats a failed round.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from support.small_hazard import SmallHazard
 
 KEYS = [bytes([number]) * 32 for number in (1, 2, 3)]
 QUICK = (Phase.explicit, Phase.reuse, Phase.generate)
-"""Without shrinking, which takes minutes: each example creates files."""
+"""Settings without shrinking, which would take minutes because each example creates files."""
 EXAMPLES = settings().max_examples // 3
-"""Of each of 15 machines; `test_any_number_of_steps` draws more policies, members and shares."""
+"""Examples of each of 15 machines; `test_any_number_of_steps` draws more policies, members and shares."""
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +80,7 @@ WEIGHTS = {
     "prepare_load": 9, "pin": 2, "complete_load": 10, "discard": 2, "reset": 1,
     "reset_after_jobs_were_lost": 1, "kill": 1,
 }  # fmt: skip
-"""Of about 100 steps. A kill and the start of a new member cost as much as 50 other steps."""
+"""Kills in about 100 steps. A kill and the start of a new member cost as much as 50 other steps."""
 
 
 class Seeded:
@@ -136,8 +136,8 @@ class Seeded:
             else:
                 call(request, self.numbers())
 
-    def _take(self, things: list[Any]) -> list[Any]:
-        return [things.pop(self._random.randrange(len(things)))] if things else []
+    def _take(self, items: list[Any]) -> list[Any]:
+        return [items.pop(self._random.randrange(len(items)))] if items else []
 
     def _finish(self) -> None:
         for request in self._take(self.requests):
@@ -186,65 +186,65 @@ def test_any_number_of_steps() -> None:
 
 
 def test_an_exception_inside_a_call_empties_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C in the middle of a discard: another member must not meet a torn state."""
+    """After Ctrl-C in the middle of a discard, another member must not see a torn state."""
     members = Members(2, 5, policy="lru", enable_events=True)
-    one, two = members.managers
-    ctx = one.begin_request("r", KEYS)
-    plan = one.prepare_store(KEYS, ctx)
+    first, second = members.managers
+    ctx = first.begin_request("r", KEYS)
+    plan = first.prepare_store(KEYS, ctx)
     assert plan is not None
-    one.complete_store(plan)
-    load = two.prepare_load(KEYS[:1])
+    first.complete_store(plan)
+    load = second.prepare_load(KEYS[:1])
 
     def interrupt(slots: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(one.slots, "condemn", interrupt)
+    monkeypatch.setattr(first.slots, "condemn", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        one.discard(KEYS[1:2])
-    assert two.lookup(KEYS).num_ready == 0
-    assert two.stats().condemned == 1, "the slot of a load that runs"
-    assert [event.is_reset for event in two.take_events()][-2:] == [True, False]
-    two.complete_load(load)
-    plan = two.prepare_store(KEYS)
+        first.discard(KEYS[1:2])
+    assert second.lookup(KEYS).num_ready == 0
+    assert second.stats().condemned == 1, "the slot of the running load"
+    assert [event.is_reset for event in second.take_events()][-2:] == [True, False]
+    second.complete_load(load)
+    plan = second.prepare_store(KEYS)
     assert plan is not None
     assert len(plan) == 3
-    audit(two)
+    audit(second)
     members.close()
 
 
 def test_wrong_arguments_do_not_empty_the_pool() -> None:
     members = Members(2, 5, policy="lru")
-    one, two = members.managers
-    plan = one.prepare_store(KEYS)
+    first, second = members.managers
+    plan = first.prepare_store(KEYS)
     assert plan is not None
-    one.complete_store(plan)
+    first.complete_store(plan)
     with pytest.raises(GoneError):
-        one.prepare_load([b"?" * 32])
+        first.prepare_load([b"?" * 32])
     with pytest.raises(ValueError, match="bytes"):
-        two.lookup([b"short"])
-    assert two.lookup(KEYS).num_ready == 3
+        second.lookup([b"short"])
+    assert second.lookup(KEYS).num_ready == 3
     members.close()
 
 
 def test_a_second_engine_with_the_same_id_is_refused() -> None:
     members = Members(1, 5, policy="lru")
-    [one] = members.managers
-    plan = one.prepare_store(KEYS)
+    [member] = members.managers
+    plan = member.prepare_store(KEYS)
     assert plan is not None
     root = members.root
     twin = PoolDirectory.join({"test": 1}, "engine-0", keep_s=60.0, root=root, has_keeper=False)
     with pytest.raises(ConfigError, match=r"engine_id.*a different id for each engine"):
         NodeManager(5, directory=twin, policy="lru")
     twin.close()
-    one.complete_store(plan)
-    assert one.lookup(KEYS).num_ready == 3
+    member.complete_store(plan)
+    assert member.lookup(KEYS).num_ready == 3
     members.close()
 
 
 def test_a_member_without_memory_for_its_record_is_buried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even a read of that record would kill the others, if the file system is full."""
+    """On a full file system even a read of that record would kill the other members."""
     members = Members(1, 5, policy="lru")
-    [one] = members.managers
+    [member] = members.managers
     directory = PoolDirectory.join({"test": 1}, "poor", keep_s=60.0, root=members.root, has_keeper=False)
 
     def no_room(self: StateFile, start: int, num_bytes: int) -> None:
@@ -254,10 +254,10 @@ def test_a_member_without_memory_for_its_record_is_buried(monkeypatch: pytest.Mo
     with pytest.raises(UnavailableError, match="no room"):
         NodeManager(5, directory=directory, policy="lru")
     directory.close()
-    file = os.open(members.root / one._directory.path.name / "state", os.O_RDONLY)
+    file = os.open(members.root / member._directory.path.name / "state", os.O_RDONLY)
     blocks = os.fstat(file).st_blocks
     members.look_around()
-    assert one._numbers.num_buried == 1
+    assert member._numbers.num_buried == 1
     assert os.fstat(file).st_blocks == blocks, "the record was read"
     os.close(file)
     members.close()
@@ -265,20 +265,20 @@ def test_a_member_without_memory_for_its_record_is_buried(monkeypatch: pytest.Mo
 
 def test_a_member_that_leaves_expects_nothing() -> None:
     members = Members(2, 8, policy="lru")
-    one, two = members.managers
-    one.expect(one.begin_request("r", KEYS))
-    assert two.stats().expected == 3
+    first, second = members.managers
+    first.expect(first.begin_request("r", KEYS))
+    assert second.stats().expected == 3
     members.leave(0)
-    assert two.stats().expected == 0
+    assert second.stats().expected == 0
     members.close()
 
 
 def test_an_exception_after_a_repair_releases_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process has died inside a call, and Ctrl-C arrives when the next one has repaired the state."""
+    """A process has died inside a call, and Ctrl-C arrives when another process has repaired the state."""
     members = Members(2, 5, policy="lru")
-    one, two = members.managers
+    first, second = members.managers
     if os.fork() == 0:
-        one._mutex.acquire(1.0)
+        first._mutex.acquire(1.0)
         os._exit(0)
     os.wait()
 
@@ -286,14 +286,14 @@ def test_an_exception_after_a_repair_releases_the_lock(monkeypatch: pytest.Monke
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(one, "_look_around", interrupt)
+        patch.setattr(first, "_look_around", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            one.lookup(KEYS)
-    plan = two.prepare_store(KEYS)
+            first.lookup(KEYS)
+    plan = second.prepare_store(KEYS)
     assert plan is not None
-    two.complete_store(plan)
-    assert one.lookup(KEYS).num_ready == 3
-    assert one.num_timeouts == two.num_timeouts == 0
+    second.complete_store(plan)
+    assert first.lookup(KEYS).num_ready == 3
+    assert first.num_timeouts == second.num_timeouts == 0
     members.close()
 
 
@@ -303,18 +303,18 @@ def test_an_exception_after_a_repair_releases_the_lock(monkeypatch: pytest.Monke
 def test_an_exception_that_hides_the_lock_releases_it(
     monkeypatch: pytest.MonkeyPatch, name: str, call: str, died_inside: bool
 ) -> None:
-    """Ctrl-C arrives while a kernel or the C library takes the lock: the call never learns that it has it."""
+    """Ctrl-C arrives while a kernel or the C library takes the lock, so that the call does not know of it."""
     members = Members(2, 5, policy="lru")
-    one, two = members.managers
-    plan = two.prepare_store(KEYS)
+    first, second = members.managers
+    plan = second.prepare_store(KEYS)
     assert plan is not None
-    two.complete_store(plan)
+    second.complete_store(plan)
     if died_inside:
         if os.fork() == 0:
-            one._mutex.acquire(1.0)
+            first._mutex.acquire(1.0)
             os._exit(0)
         os.wait()
-    place, take = (mutex, mutex.try_lock) if name == "try_lock" else (one._mutex, one._mutex.wait)
+    place, take = (mutex, mutex.try_lock) if name == "try_lock" else (first._mutex, first._mutex.wait)
 
     def interrupted(argument: Any) -> int:
         take(argument)
@@ -325,25 +325,25 @@ def test_an_exception_that_hides_the_lock_releases_it(
         if name == "wait":
             patch.setattr(mutex, "try_lock", lambda door: mutex.BUSY)
         with pytest.raises(KeyboardInterrupt):
-            one.lookup(KEYS) if call == "lookup" else one.reset()
+            first.lookup(KEYS) if call == "lookup" else first.reset()
     num_ready = 0 if died_inside else 3
-    assert two.lookup(KEYS).num_ready == one.lookup(KEYS).num_ready == num_ready
-    assert one.num_timeouts == two.num_timeouts == 0
-    audit(two)
+    assert second.lookup(KEYS).num_ready == first.lookup(KEYS).num_ready == num_ready
+    assert first.num_timeouts == second.num_timeouts == 0
+    audit(second)
     members.close()
 
 
 def test_an_exception_without_the_lock_leaves_the_lock_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C arrives while another member has the lock."""
     members = Members(2, 5, policy="lru")
-    one, two = members.managers
+    first, second = members.managers
     locked, done = threading.Event(), threading.Event()
 
     def hold() -> None:
-        two._mutex.acquire(1.0)
+        second._mutex.acquire(1.0)
         locked.set()
         done.wait(10)
-        two._mutex.release()
+        second._mutex.release()
 
     def interrupted(door: Any) -> int:
         raise KeyboardInterrupt
@@ -354,30 +354,30 @@ def test_an_exception_without_the_lock_leaves_the_lock_alone(monkeypatch: pytest
     with monkeypatch.context() as patch:
         patch.setattr(mutex, "try_lock", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            one.lookup(KEYS)
-    assert one._mutex.wait(0.001) == mutex.BUSY
+            first.lookup(KEYS)
+    assert first._mutex.wait(0.001) == mutex.BUSY
     done.set()
     thread.join()
-    assert one.prepare_store(KEYS) is not None
+    assert first.prepare_store(KEYS) is not None
     members.close()
 
 
 def test_a_late_call_that_fails_in_the_middle_empties_the_pool() -> None:
     members = Members(2, 5, policy="lru")
-    one, two = members.managers
-    plan = one.prepare_store(KEYS)
+    first, second = members.managers
+    plan = first.prepare_store(KEYS)
     assert plan is not None
-    one.complete_store(plan)
+    first.complete_store(plan)
 
     def torn() -> None:
-        one.index.clear()
+        first.index.clear()
         raise RuntimeError("in the middle of a call")
 
-    one._deferred.append(torn)
-    one._mutex.forget()
-    assert one.lookup(KEYS).num_ready == 0
-    audit(two)
-    plan = two.prepare_store(KEYS)
+    first._deferred.append(torn)
+    first._mutex.forget()
+    assert first.lookup(KEYS).num_ready == 0
+    audit(second)
+    plan = second.prepare_store(KEYS)
     assert plan is not None
     assert len(plan) == 3
     members.close()
@@ -385,11 +385,11 @@ def test_a_late_call_that_fails_in_the_middle_empties_the_pool() -> None:
 
 def test_a_second_close_does_not_take_the_record_of_a_newcomer() -> None:
     members = Members(2, 5, policy="lru")
-    one = members.managers[0]
-    one.close()
+    member = members.managers[0]
+    member.close()
     newcomer = PoolDirectory.join({"test": 1}, "newcomer", keep_s=60.0, root=members.root, has_keeper=False)
     assert newcomer.number == 0
-    one.close()
+    member.close()
     assert newcomer.is_member(0)
     newcomer.close()
     members.close()

@@ -48,16 +48,16 @@ def test_a_step_of_the_systems_clock_does_not_change_a_wait(
 ) -> None:
     if not mutex._has_clock:
         pytest.skip("this C library has no pthread_mutex_clocklock")
-    asked: list[tuple[int, float]] = []
+    calls: list[tuple[int, float]] = []
 
     def clocklock(address: Any, clock: int, spec: Any) -> int:
-        asked.append((clock, spec._obj.seconds + spec._obj.nanoseconds / 1e9))
+        calls.append((clock, spec._obj.seconds + spec._obj.nanoseconds / 1e9))
         return ACQUIRED
 
     monkeypatch.setattr(mutex, "_libc", SimpleNamespace(pthread_mutex_clocklock=clocklock))
     before = time.monotonic()
     assert mutex.wait(3600.0) == ACQUIRED
-    ((clock, until),) = asked
+    ((clock, until),) = calls
     assert clock == time.CLOCK_MONOTONIC
     assert before + 3600.0 <= until + 1e-6 <= time.monotonic() + 3600.1
 

@@ -1,4 +1,4 @@
-"""Four processes whose calls are made in turn decide as one manager does, with every compiled policy."""
+"""Four processes that make calls in turn decide like one manager, with every compiled policy."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def compiled_policies() -> Iterator[Any]:
 def script(rng: random.Random, num_steps: int) -> Iterator[tuple[int, Step]]:
     """Draw the process of each step, and the step.
 
-    The expected keys fit into the share of a process (of 7/8 of the cache): beyond it, a process gives room
-    to its own requests, and one manager to the longest waiting. So only request 3 waits, for few keys.
+    The expected keys must fit into a process's share of 7/8 of the cache: beyond it, a process favours its
+    own requests, and one manager the longest waiting request. So only request 3 waits, for few keys.
     """
     for _ in range(num_steps):
         action, number, first = rng.choice(ACTIONS), rng.randrange(3), rng.randrange(12)
@@ -74,15 +74,15 @@ def play(root: Path, policy: Any, num_steps: int) -> None:
     context = multiprocessing.get_context("fork")
     pipes = []
     for number in range(NUM_PROCESSES):
-        ours, theirs = context.Pipe()
-        context.Process(target=_serve, args=(theirs, root, f"p{number}", policy), daemon=True).start()
-        pipes.append(ours)
-        ready = ours.recv()
+        parent_end, child_end = context.Pipe()
+        context.Process(target=_serve, args=(child_end, root, f"p{number}", policy), daemon=True).start()
+        pipes.append(parent_end)
+        ready = parent_end.recv()
         assert ready == "ready", ready
     for number, (process, step) in enumerate(script(random.Random(seed), num_steps)):
         pipes[process].send(step)
-        theirs = pipes[process].recv()
-        assert theirs == players[process].play(step), f"step {number}: {step} of process {process}"
+        child_end = pipes[process].recv()
+        assert child_end == players[process].play(step), f"step {number}: {step} of process {process}"
     for pipe in pipes:
         pipe.send(None)
         stats = pipe.recv()

@@ -1,4 +1,4 @@
-"""Real processes on one pool, killed and stopped at random: no byte is wrong, and the others go on."""
+"""Real processes on one pool are killed and stopped at random: no byte is wrong, and the others continue."""
 
 from __future__ import annotations
 

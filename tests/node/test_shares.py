@@ -1,4 +1,4 @@
-"""Shares of a pool's engines: who gives blocks to whom, and the ends of engines. See also `share_machine`."""
+"""Shares of a pool's engines: owners of victims, and ends of engines. See also `share_machine`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Member:
             raise
 
     def store(self, *numbers: int) -> list[int]:
-        """Store blocks, one a request; return the evicted blocks."""
+        """Store blocks, one for each request; return the evicted blocks."""
         evicted = []
         for number in numbers:
             plan = self.manager.prepare_store([KEYS[number]])
@@ -88,7 +88,7 @@ def test_unused_memory_is_lent_and_returned(root: Path) -> None:
     assert busy.held() == (8, 0, 0)
     assert idle.store(*range(6)) == [22, 23, 24, 25, 26, 27]
     assert idle.held() == (6, 2, 0)
-    assert idle.store(6) == [0], "at its share, and the other engine too"
+    assert idle.store(6) == [0], "both engines hold their shares"
 
 
 def test_blocks_of_an_ended_engine_leave_first(root: Path) -> None:
@@ -103,7 +103,7 @@ def test_blocks_of_an_ended_engine_leave_first(root: Path) -> None:
     living.load(12)
     assert living.held() == (7, 0, 1), "a loaded block belongs to its reader"
     assert living.store(22) == [13]
-    assert living.store(23) == [0], "12 is like its other blocks"
+    assert living.store(23) == [0], "block 12 is like the engine's other blocks"
 
 
 def test_an_engine_that_leaves_gives_its_share_back(root: Path) -> None:
@@ -113,7 +113,7 @@ def test_an_engine_that_leaves_gives_its_share_back(root: Path) -> None:
     first.close()
     assert second.held() == (2, 0, 6)
     third = Member(root, "third", 6)
-    assert third.held() == (6, 2, 0), "it has the number of the engine that has left"
+    assert third.held() == (6, 2, 0), "it reuses the number of the engine that has left"
     third.store(20)
     assert third.held() == (6, 2, 0)
 
@@ -130,24 +130,24 @@ def test_a_restarted_engine_is_not_refused_before_its_burial(root: Path) -> None
 
 
 def test_shares_beyond_the_pool_are_refused(root: Path) -> None:
-    one = Member(root, "one", 5)
-    one.store(0, 1, 2)
+    first = Member(root, "one", 5)
+    first.store(0, 1, 2)
     for share in (4, -1):
         with pytest.raises(ConfigError, match=r"share: '-?\d blocks' .*8 blocks.* 5; allowed: 0 to 3 blocks"):
             Member(root, "two", share)
     for wrong in (1.5, float("nan"), "1"):
         with pytest.raises(ConfigError, match=r"share: .* allowed: 0 to 3 blocks"):
             Member(root, "two", wrong)
-    assert one.manager.contains(KEYS[:3]).all(), "a refused engine has emptied the pool"
-    one.look_around()
-    assert one.held() == (3, 0, 0)
-    two = Member(root, "two", 3)
-    two.store(10)
-    assert two.held() == (1, 3, 0)
+    assert first.manager.contains(KEYS[:3]).all(), "a refused engine has emptied the pool"
+    first.look_around()
+    assert first.held() == (3, 0, 0)
+    second = Member(root, "two", 3)
+    second.store(10)
+    assert second.held() == (1, 3, 0)
 
 
 def test_blocks_stored_before_the_first_share_leave_first(root: Path) -> None:
-    """Nobody counted their owners."""
+    """Their owners were not counted."""
     early = Member(root, "early")
     early.store(0, 1, 2, 3)
     load = early.manager.prepare_load([KEYS[3]])
@@ -175,23 +175,23 @@ def test_pins_and_writes_of_a_dead_engine_are_counted(root: Path) -> None:
 
 
 def test_a_reset_forgets_owners(root: Path) -> None:
-    one, two = Member(root, "one", 2), Member(root, "two", 2)
-    one.store(0, 1)
-    load = two.manager.prepare_load([KEYS[0]])
-    one.manager.reset()
-    audit(two.manager)
-    assert one.held() == (0, 0, 0)
-    two.manager.complete_load(load)
-    audit(two.manager)
-    two.store(5)
-    assert one.held() == (0, 1, 0)
+    first, second = Member(root, "one", 2), Member(root, "two", 2)
+    first.store(0, 1)
+    load = second.manager.prepare_load([KEYS[0]])
+    first.manager.reset()
+    audit(second.manager)
+    assert first.held() == (0, 0, 0)
+    second.manager.complete_load(load)
+    audit(second.manager)
+    second.store(5)
+    assert first.held() == (0, 1, 0)
 
 
 def test_damaged_blocks_count_as_no_loads(root: Path) -> None:
-    one = Member(root, "one", 2)
-    one.store(0, 1)
-    one.manager.complete_load(one.manager.prepare_load(KEYS[:2]), damaged=[1])
-    assert one.manager.stats().tenants["own"].loaded == 1
+    member = Member(root, "one", 2)
+    member.store(0, 1)
+    member.manager.complete_load(member.manager.prepare_load(KEYS[:2]), damaged=[1])
+    assert member.manager.stats().tenants["own"].loaded == 1
 
 
 def test_more_engines_than_owners(root: Path) -> None:
@@ -203,7 +203,7 @@ def test_more_engines_than_owners(root: Path) -> None:
     first.store(10, 11)
     assert last.held() == (0, 2, 2)
     assert first.held() == (2, 0, 2)
-    assert first.store(*range(20, 25)) == [0], "blocks of nobody leave first"
+    assert first.store(*range(20, 25)) == [0], "blocks without an owner are evicted first"
     with pytest.raises(ConfigError, match="allowed: 0 to 0 blocks"):
         Member(root, "one-more", 1)
     for member in members:
@@ -211,7 +211,7 @@ def test_more_engines_than_owners(root: Path) -> None:
 
 
 def test_a_join_without_memory_changes_no_counts(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: after it no engine stored, because the counts of evictable blocks were incomplete."""
+    """Regression: no engine stored blocks afterwards, because counts of evictable blocks were incomplete."""
     first = Member(root, "first")
 
     def no_room(self: StateFile, start: int, num_bytes: int) -> None:

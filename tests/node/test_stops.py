@@ -1,4 +1,4 @@
-"""A process that is stopped inside a call: the others answer MISS, lose nothing, and go on afterwards."""
+"""A process is stopped inside a call: the others answer MISS, lose nothing, and continue afterwards."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_reports_without_the_lock_are_made_later(root: Path, process: Process) -
 def test_a_long_stop_collects_a_bounded_number_of_reports(
     root: Path, process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All reports are made in one go: without a bound the other engines would wait for seconds."""
+    """One call makes all reports: without a bound the other engines would wait for seconds."""
     monkeypatch.setattr("kvoffload.node.node_manager.MOST_DEFERRED", 50)
     monkeypatch.setattr("kvoffload.node.node_manager.RESET_PATIENCE_S", 0.01)
     manager = process.manager
@@ -179,9 +179,7 @@ def test_a_long_stop_collects_a_bounded_number_of_reports(
 def test_reports_are_made_before_the_very_next_call(
     root: Path, process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if nothing else has happened in the pool: a report that comes late, after new calls, would free
-    slots that those calls use.
-    """
+    """Also in an otherwise idle pool: a report made after new calls would free slots that these calls use."""
     monkeypatch.setattr("kvoffload.node.node_manager.RESET_PATIENCE_S", 0.01)
     other = Process(root, "other", 2)
     manager = process.manager
@@ -229,7 +227,7 @@ def test_a_reset_without_the_lock_is_made_later(
 
 
 def test_a_wrong_report_does_not_lose_the_reports_after_it(root: Path, process: Process) -> None:
-    """A deferred call that raises is logged: its caller has gone on, and no other call may fail for it."""
+    """A deferred call that raises is logged: its caller has returned, and no other call may fail for it."""
     manager = process.manager
     first, second = manager.prepare_store(KEYS[:4]), manager.prepare_store(KEYS[4:8])
     assert first is not None
