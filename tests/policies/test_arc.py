@@ -29,8 +29,8 @@ def state(manager: OffloadingManager) -> tuple[str, str, str, str, float]:
 
 @pytest.fixture(params=[ARC, NaiveARC])
 def policy(request: pytest.FixtureRequest) -> type[EvictionPolicy]:
-    found: type[EvictionPolicy] = request.param
-    return found
+    policy_class: type[EvictionPolicy] = request.param
+    return policy_class
 
 
 def test_case_1_a_hit_moves_to_the_front_of_t2(policy: type[EvictionPolicy]) -> None:
@@ -47,7 +47,7 @@ def test_case_2_a_ghost_of_b1_raises_the_target_and_enters_t2(policy: type[Evict
     manager = arc(2, policy)
     use(manager, "aabc")
     assert state(manager) == ("c", "a", "b", "", 0)
-    use(manager, "b")  # p = 0 + max(1, 0/1); |T1| = 1 is not above it, so T2 gives
+    use(manager, "b")  # p = 0 + max(1, 0/1); |T1| = 1 is not above p, so the victim is in T2
     assert state(manager) == ("c", "b", "", "a", 1)
 
 
@@ -70,7 +70,7 @@ def test_case_2_the_target_does_not_exceed_c(policy: type[EvictionPolicy]) -> No
 def test_case_3_a_ghost_of_b2_lowers_the_target_and_enters_t2(policy: type[EvictionPolicy]) -> None:
     manager = arc(2, policy)
     use(manager, "aabcb")
-    use(manager, "a")  # p = max(1 - max(1, 0/1), 0); |T1| = 1 > 0, so T1 gives
+    use(manager, "a")  # p = max(1 - max(1, 0/1), 0); |T1| = 1 > 0, so the victim is in T1
     assert state(manager) == ("", "ab", "c", "", 0)
 
 
@@ -107,7 +107,7 @@ def test_case_4b_a_full_directory_forgets_the_coldest_of_b2(policy: type[Evictio
     assert state(manager) == ("f", "c", "e", "b", 0)
 
 
-# ---- where the paper is silent
+# ---- cases that the paper does not specify
 
 
 def test_a_batch_is_its_blocks_one_after_the_other(policy: type[EvictionPolicy]) -> None:
@@ -145,10 +145,10 @@ def test_a_pinned_list_leaves_the_victim_to_the_other(policy: type[EvictionPolic
     assert state(manager) == ("d", "ba", "c", "", 0)
     load(manager, pinned)
     if pinned == "d":
-        store(manager, "e")  # T1 should give, and is pinned: the victim is a ghost of T2, where it was
+        store(manager, "e")  # T1 is pinned, so the victim is in T2, and becomes a ghost of T2
         assert state(manager) == ("ed", "b", "c", "a", 0)
     else:
-        store(manager, "c")  # p is 1 now and T2 should give, but T1 has to
+        store(manager, "c")  # with p = 1 the victim should be in T2, but T2 is pinned: it is in T1
         assert state(manager) == ("", "cba", "d", "", 1)
 
 
@@ -198,7 +198,7 @@ def test_no_more_than_c_ghosts_while_a_damaged_block_is_pinned(policy: type[Evic
     manager.discard(keys("a"))
     use(manager, "efddcc")
     assert state(manager) == ("", "cd", "fe", "b", 0)
-    use(manager, "g")  # 5 of 2c keys are known, so no case forgets one; b has to go for d all the same
+    use(manager, "g")  # 5 of 2c keys are known, so no case forgets a key; b is still forgotten for d
     assert state(manager) == ("g", "c", "fe", "d", 0)
 
 

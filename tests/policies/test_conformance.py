@@ -1,4 +1,4 @@
-"""The conformance suite of policies, run on every built-in policy, the example, and on planted faults."""
+"""The conformance suite of policies: every built-in policy and the example pass, planted faults are found."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class EvictsItsOwnRequest(NaiveLRU):
         return idle[0]
 
 
-class EvictsWhatIsWritten(NaiveLRU):
+class EvictsWritingBlocks(NaiveLRU):
     def victim(self, key: bytes, protected: Protected) -> int:
         for slot in self.slots:
             if slot not in protected or ref_cnt_of(protected.cache, slot) == -1:
@@ -104,13 +104,13 @@ class NamesASlotTwice(LRU):
         slots[num_free:] = slots[num_free : num_free + 1]
 
 
-class NamesWhatIsNotThere(LRU):
+class NamesAbsentSlots(LRU):
     def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
         super().replace(keys, slots, num_free, protected)
         slots[num_free:] = self.capacity_blocks
 
 
-class NamesNobody(LRU):
+class NamesNoSlot(LRU):
     def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
         chosen = slots.copy()
         super().replace(keys, chosen, num_free, protected)
@@ -127,12 +127,12 @@ class KeepsRemovedBlocks(NaiveLRU):
         pass
 
 
-class KeepsRemovedBlocksInSecret(KeepsRemovedBlocks):
+class HidesRemovedBlocks(KeepsRemovedBlocks):
     def order(self) -> Any:
         return None
 
 
-class TellsHalf(NaiveLRU):
+class ReportsHalf(NaiveLRU):
     def order(self) -> list[int]:
         return self.slots[: (len(self.slots) + 1) // 2]
 
@@ -196,7 +196,7 @@ class CountsAcrossReset(NaiveLRU):
         return slot
 
 
-class RemembersEveryone(NaiveLRU):
+class RemembersEveryKey(NaiveLRU):
     def __init__(self, index: Index) -> None:
         super().__init__(index)
         self.seen: set[bytes] = set()
@@ -206,7 +206,7 @@ class RemembersEveryone(NaiveLRU):
         super().insert(slot, key)
 
 
-class RollsDice(NaiveLRU):
+class EvictsAtRandom(NaiveLRU):
     def victim(self, key: bytes, protected: Protected) -> int:
         slot = random.choice([s for s in self.slots if s not in protected])
         self.slots.remove(slot)
@@ -223,7 +223,7 @@ class SharesItsState(NaiveLRU):
         return slot
 
 
-class GoesByHashes(NaiveLRU):
+class OrdersByHashes(NaiveLRU):
     def victim(self, key: bytes, protected: Protected) -> int:
         by_key = {self.index.key_at(s): s for s in self.slots if s not in protected}
         slot = by_key[next(iter(set(by_key)))]
@@ -231,15 +231,15 @@ class GoesByHashes(NaiveLRU):
         return slot
 
 
-class AgesWhenAsked(NaiveLRU):
-    asked = 0
+class AgesInStats(NaiveLRU):
+    num_calls = 0
 
     def stats(self) -> dict[str, float]:
-        self.asked += 1
+        self.num_calls += 1
         return {}
 
 
-class SortsWhenAsked(NaiveLRU):
+class SortsInOrder(NaiveLRU):
     def order(self) -> list[int]:
         self.slots.sort()
         return self.slots
@@ -254,7 +254,7 @@ class HasNoName(NaiveLRU):
     name = ""
 
 
-class TrustsEveryWord(NaiveLRU):
+class StoresEveryHint(NaiveLRU):
     def finished(self, path: Keys, slots: SlotArray, hints: Hints) -> None:
         if hints.finish_reason:
             self.worth = {"stop": 0, "length": 0, "abort": 0, "tool_calls": 1}[hints.finish_reason]
@@ -278,27 +278,27 @@ class CountsTenants(NaiveLRU):
 FAULTS: list[tuple[type[Any], str, str]] = [
     (EvictsAnyone, "test_protection", "named slot .* are \\["),
     (EvictsItsOwnRequest, "test_protection", "named slot .*'of the storing request'"),
-    (EvictsWhatIsWritten, "test_protection", "named slot .*'in flight'"),
+    (EvictsWritingBlocks, "test_protection", "named slot .*'in flight'"),
     (NamesASlotTwice, "test_protection", "already named"),
-    (NamesWhatIsNotThere, "test_protection", "named slot \\d+ as the victim"),
-    (NamesNobody, "test_protection", "named slot -\\d as the victim"),
+    (NamesAbsentSlots, "test_protection", "named slot \\d+ as the victim"),
+    (NamesNoSlot, "test_protection", "named slot -\\d as the victim"),
     (RemembersInItsClass, "test_memory_is_bounded", "the state grows without limit"),
     (ChangesFreeSlots, "test_life_cycle", "changed the free slots that it received"),
     (KeepsRemovedBlocks, "test_life_cycle", "disagree about the slots"),
-    (KeepsRemovedBlocksInSecret, "test_memory_is_bounded", "grows without limit"),
-    (TellsHalf, "test_life_cycle", "disagree about the slots"),
+    (HidesRemovedBlocks, "test_memory_is_bounded", "grows without limit"),
+    (ReportsHalf, "test_life_cycle", "disagree about the slots"),
     (NeedsRoomForTwo, "test_life_cycle", "division"),
     (LosesTheHottest, "test_every_block_can_leave", "not in list"),
     (HasAFixedSize, "test_it_is_never_above_the_optimum", "out of bounds"),
     (CountsAcrossReset, "test_reset_forgets_everything", "after reset: step"),
-    (RemembersEveryone, "test_memory_is_bounded", "grows without limit"),
-    (RollsDice, "test_it_decides_the_same_again", "had other decisions"),
+    (RemembersEveryKey, "test_memory_is_bounded", "grows without limit"),
+    (EvictsAtRandom, "test_it_decides_the_same_again", "had other decisions"),
     (SharesItsState, "test_it_decides_the_same_again", "had other decisions"),
-    (GoesByHashes, "test_it_decides_the_same_elsewhere", "decided differently in another process"),
-    (AgesWhenAsked, "test_asking_changes_nothing", r"stats\(\) changed the policy"),
-    (SortsWhenAsked, "test_asking_changes_nothing", r"order\(\) changed the policy"),
+    (OrdersByHashes, "test_it_decides_the_same_elsewhere", "decided differently in another process"),
+    (AgesInStats, "test_asking_changes_nothing", r"stats\(\) changed the policy"),
+    (SortsInOrder, "test_asking_changes_nothing", r"order\(\) changed the policy"),
     (CountsItsOwnStore, "test_it_decides_as_its_twin", "the twin: step"),
-    (TrustsEveryWord, "test_it_takes_any_hints", "^'"),
+    (StoresEveryHint, "test_it_takes_any_hints", "^'"),
     (ForgetsThatABlockMayBeAbsent, "test_it_takes_any_hints", "not in list"),
     (CountsTenants, "test_memory_is_bounded", "grows without limit"),
     (HasNoName, "test_it_is_found_and_says_its_name", "is empty"),
@@ -369,10 +369,10 @@ WORST_FAULTS = {
 
 @pytest.mark.slow
 def test_the_worst_faults_end_the_suite_at_once(tmp_path: Path) -> None:
-    """Three policies in one run of pytest: a fatal fault ends the checks of its own policy only."""
-    for number, (right, wrong, _) in enumerate(WORST_FAULTS.values()):
-        assert right in USERS_POLICY
-        (tmp_path / f"mine{number}.py").write_text(USERS_POLICY.replace(right, wrong))
+    """A fatal fault ends only the checks of the faulty policy: three policies in one run of pytest."""
+    for number, (sound_code, faulty_code, _) in enumerate(WORST_FAULTS.values()):
+        assert sound_code in USERS_POLICY
+        (tmp_path / f"mine{number}.py").write_text(USERS_POLICY.replace(sound_code, faulty_code))
         (tmp_path / f"test_mine{number}.py").write_text(USERS_TEST.replace("mine.py", f"mine{number}.py"))
     command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "--color=no"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
@@ -396,9 +396,9 @@ def test_the_first_steps_of_a_failure_are_few() -> None:
 
 @pytest.mark.parametrize("seed", [None, 0])
 def test_shrinking_is_bounded(monkeypatch: pytest.MonkeyPatch, seed: int | None) -> None:
-    """With no time to shrink, the first failure is reported: its steps, and what is wrong.
+    """Without time to shrink, the report has the steps and the error of the first failure.
 
-    With --hypothesis-seed too: Hypothesis then has no database.
+    Also with --hypothesis-seed, with which Hypothesis has no database.
     """
     monkeypatch.setattr("hypothesis.core.global_force_seed", seed)
     monkeypatch.setattr(shrink_limit, "SHRINK_CPU_S", 0.0)
@@ -419,7 +419,7 @@ def test_start_policy_shows_the_number_of_checks() -> None:
 @pytest.fixture
 def _without_shrinking() -> Iterator[None]:
     before = settings.get_current_profile_name()
-    # Without `report_multiple_bugs=False` Hypothesis goes on to search for other failures.
+    # Without `report_multiple_bugs=False` Hypothesis continues to search for other failures.
     settings.register_profile(
         "find", parent=settings.default, phases=[Phase.generate], database=None, report_multiple_bugs=False
     )
@@ -433,7 +433,7 @@ def _without_shrinking() -> Iterator[None]:
 @pytest.mark.slow
 def test_a_planted_fault_is_detected(fault: type[Any], check: str, message: str) -> None:
     twin = NaiveARC if issubclass(fault, NaiveARC) else NaiveLRU
-    # As many as it takes: it ends with the first that fails.
+    # Any number of examples: Hypothesis stops at the first failure.
     suite = type("Suite", (PolicyConformance,), {"policy": fault, "twin": twin, "max_examples": 160})
     with pytest.raises(Exception, match=message):
         getattr(suite(), check)()
@@ -468,4 +468,4 @@ def test_a_failure_ends_with_what_is_wrong() -> None:
     lines = str(failure.value).splitlines()
     assert "changed the free slots that it received" in lines[-1]
     assert any(line.strip().startswith("state.") for line in lines), "the steps"
-    assert not any("sound_inside" in line for line in lines), "without the checks after each"
+    assert not any("sound_inside" in line for line in lines), "the checks after each step are omitted"

@@ -33,7 +33,7 @@ def test_worked_by_hand(manager: OffloadingManager) -> None:
     assert state(manager) == ("abc", [1, 1, 1], 0)
     use(manager, "a")
     assert state(manager) == ("bca", [1, 1, 2], 0)
-    use(manager, "d")  # b leaves, L is its H
+    use(manager, "d")  # evicts b; L becomes the H of b
     assert state(manager) == ("cad", [1, 2, 2], 1)
     use(manager, "e")
     assert state(manager) == ("ade", [2, 2, 2], 1)
@@ -47,7 +47,7 @@ def test_a_deep_block_costs_more(manager: OffloadingManager) -> None:
     store(manager, "abc")
     assert state(manager) == ("abc", [1, 1.0005, 1.001], 0)
     ctx = manager.begin_request("r", keys("bx"))
-    store(manager, "x", ctx)  # the second of its path
+    store(manager, "x", ctx)  # the second block of its path
     assert state(manager) == ("bcx", [1.0005, 1.001, 2.0005], 1)
     use(manager, "c")
     assert state(manager) == ("bxc", [1.0005, 2.0005, 3.002], 1)

@@ -63,9 +63,9 @@ def classify(history: History, letters: str, now: int) -> list[tuple[int, int]]:
 def test_a_new_block_has_no_gap_and_a_used_one_its_octave() -> None:
     history = History(9, 1, gap_unit=8, capacity_blocks=4)
     assert observe(history, "a", 0) == [0]
-    # After 24 the octaves above the unit are log2(32) - log2(8) = 2: the third gap class of two uses.
+    # A gap of 24 is log2(32) - log2(8) = 2 octaves above the unit: the third gap class of two uses.
     assert observe(history, "a", 24) == [NUM_GAP_CLASSES + 3]
-    # And now 0 octaves: the mean of both is 1; three uses are the next class of counts.
+    # The next gap is 0 octaves, so the mean is 1; three uses are the next class of counts.
     assert observe(history, "a", 24) == [2 * NUM_GAP_CLASSES + 2]
 
 
@@ -84,8 +84,8 @@ def test_long_gaps_share_the_last_class() -> None:
 def test_a_gap_between_powers_of_two_is_linear() -> None:
     history = History(9, 1, gap_unit=4, capacity_blocks=4)
     observe(history, "ab", 0)
-    # log2 of 4 + 2 = 6 is taken as 2.5, so the gap is half an octave, and after the next one of 2.25
-    # octaves, log2(19) = 4.1875 - 2, the mean is 1.34: class 2.
+    # The log2 of 4 + 2 = 6 is approximated as 2.5, so the gap is half an octave. The next gap has
+    # log2(19) - 2 = 4.1875 - 2 octaves, so the mean is 1.34: class 2.
     assert observe(history, "a", 2) == [NUM_GAP_CLASSES + 1]
     assert observe(history, "a", 17) == [2 * NUM_GAP_CLASSES + 2]
 
@@ -102,7 +102,7 @@ def test_a_request_that_grows_inherits_from_its_own_last_block() -> None:
     observe(history, "a", 0)
     observe(history, "a", 24)
     assert observe(history, "ab", 30, start=1) == [3]
-    assert observe(history, "xy", 30, start=1) == [0], "nothing is known of x"
+    assert observe(history, "xy", 30, start=1) == [0], "x is unknown"
 
 
 def test_a_path_is_forgotten_from_its_tail_and_an_unknown_key_is_new() -> None:
@@ -164,7 +164,7 @@ def test_the_oldest_key_of_a_full_sample_is_forgotten() -> None:
     table = life_table(sample_capacity=2)
     live(table, "ab", 0)
     live(table, "c", 9)  # the tail, b, is forgotten
-    live(table, "b", 10)  # and a, for b, which is new
+    live(table, "b", 10)  # a is forgotten for b, which is new
     assert counts(table) == ([4, 2, 0, 0, 0, 0], [0] * 6)
     assert sorted(table.begun.keys.members(0)) == keys("bc")
 
@@ -180,7 +180,7 @@ def test_after_its_requests_end_a_block_has_two_lives() -> None:
     assert counts(table, 0)[1] == [0, 0, 0, 2, 0, 0]
     assert counts(table, 3)[1] == [0, 1, 0, 0, 0, 0]
     live(table, "a", 20)
-    assert counts(table, 3)[1] == [0, 1, 0, 0, 0, 0], "a use ends the life after the end, too"
+    assert counts(table, 3)[1] == [0, 1, 0, 0, 0, 0], "a use also ends the life since the end"
 
 
 def test_evidence_fades_with_its_half_life() -> None:
@@ -189,7 +189,7 @@ def test_evidence_fades_with_its_half_life() -> None:
     live(table, "a", 4)
     live(table, "x", 104)
     exposed, reused = counts(table)
-    # Evaluated at 0 and at 104, where all that was counted so far, a and b at 104 too, fades by 2 ** -1.04.
+    # Evaluated at 0 and at 104; there all counts so far, including a and b at 104, fade by 2 ** -1.04.
     faded = 2**-1.04
     assert reused[0] == pytest.approx(1 * faded)
     assert exposed[0] == pytest.approx((3 + 1) * faded)
@@ -228,7 +228,7 @@ def test_worth_is_a_gittins_index(seed: int) -> None:
             assert table.worth[table.rows[each], age] == pytest.approx((hits / slot_time).max(), rel=1e-4)
 
 
-# ---- whom it evicts and refuses
+# ---- evictions and refusals
 
 
 class Learnt(Hazard):
@@ -238,8 +238,9 @@ class Learnt(Hazard):
     history_capacity, sample_capacity, warm_up, promise = 64, 64, 0, 1.0
 
     def teach(self, *worth_by_count: float) -> None:
-        """Set the worth at all ages of blocks used once, twice, 3-4 times, ...; the last value is for the
-        rest.
+        """Set the worth of blocks used once, twice, 3-4 times, ..., at all ages.
+
+        The last value is for all higher counts.
         """
         self.state.oldest_victim = 1
         table = self.lifetimes
@@ -272,7 +273,7 @@ def test_a_new_block_that_is_worth_less_is_refused() -> None:
     use(manager, "abab")
     assert request(manager, "x") == ("", "", 1)
     assert states(manager, "abx") == [HIT, HIT, MISS]
-    # The second time it is a block used twice, worth as much as the others, and the more recent.
+    # At its second request x is a block used twice: worth as much as the others, but more recent.
     assert request(manager, "x") == ("x", "a", 0)
 
 
@@ -291,7 +292,7 @@ def test_a_free_slot_is_never_refused() -> None:
 def test_all_blocks_after_a_refused_block_are_refused() -> None:
     manager = learnt(3, 0.1, 1.0)
     use(manager, "abcaab")
-    # x is worth no less than c, which was used once, as x was; y would have to take the place of a or b.
+    # x is worth as much as c, because both were used once; y would have to replace a or b.
     assert request(manager, "xyz") == ("x", "c", 2)
 
 
@@ -307,7 +308,7 @@ def test_all_blocks_after_a_refused_block_are_refused() -> None:
 )
 def test_the_write_cost_is_a_dial(store: str, write_cost: float | None, is_taken: bool) -> None:
     manager = learnt(1, 0.85, 1.0, store=store, write_cost=write_cost)
-    if store == ON_DEVICE_EVICTION:  # there an offer is no use
+    if store == ON_DEVICE_EVICTION:  # an offer to a victim tier is no use
         manager.touch(keys("ax"))
     manager.touch(keys("a"))
     manager.complete_store(begin_store(manager, "a"))
@@ -319,7 +320,7 @@ def test_the_deepest_block_of_a_path_leaves_first() -> None:
     request(manager, "ab")
     request(manager, "abc")
     request(manager, "d")
-    # a and b are worth least; b is the colder one, and c behind it is of no use without it.
+    # a and b are worth least; b is colder, and c behind b is useless without it.
     assert request(manager, "x") == ("x", "c", 0)
     assert request(manager, "y") == ("y", "b", 0)
     assert request(manager, "z") == ("z", "a", 0)
@@ -354,7 +355,7 @@ def test_worth_is_linear_between_two_ages(worth_of_a_new_one: float, is_taken: b
     use(manager, "ab")
     for _ in range(8):
         manager.touch(keys("b"))
-    # a is 10 old now: two thirds of the way from 0.5 to 0.25.
+    # a has the age 10 now: two thirds of the way from 0.5 to 0.25.
     assert request(manager, "x") == (("x", "a", 0) if is_taken else ("", "", 1))
 
 
@@ -370,7 +371,7 @@ def test_in_a_victim_tier_each_block_is_rated_independently() -> None:
         store(manager, letters)
     use_on_device(manager, "pq", 1)
     use_on_device(manager, "ab", 3)
-    # From the tail on: q is worth less than y, which b replaces; p is worth less than x, which a replaces.
+    # Tail first: q is worth less than y, and b replaces y; p is worth less than x, and a replaces x.
     plan = begin_store(manager, "apbq")
     assert (text(plan.keys), sorted(plan.evicted), plan.num_refused) == ("ab", keys("xy"), 2)
     assert plan.missing_rows.tolist() == [0, 2, 1, 3]
@@ -429,11 +430,11 @@ def test_ages_count_from_the_end_unless_no_request_came_since(policy: Any) -> No
     third = manager.begin_request("3", keys("sxy"))
     manager.touch(keys("sxy"), third)
     manager.finish_request(third)
-    assert last_used(manager, "sabxy") == [6, 6, 6, 6, 6], "that was at once"
+    assert last_used(manager, "sabxy") == [6, 6, 6, 6, 6], "the request ended at once"
     fourth = manager.begin_request("4", keys("sab"))
     manager.touch(keys("sab"), fourth)
     manager.finish_request(fourth, hints=Hints("stop"))
-    assert last_used(manager, "sabxy") == [9, 9, 9, 6, 6], "that too, though its label is news"
+    assert last_used(manager, "sabxy") == [9, 9, 9, 6, 6], "this request too, although its label is new"
 
 
 # ---- the guards
@@ -462,7 +463,7 @@ def promising(capacity_blocks: int = 4) -> Any:
 
 
 def judged(policy: Any, count: int, lead: float) -> bool:
-    """Return whether LRU decides after `count` more references, at whose begin it leads by `lead` blocks."""
+    """Return True if LRU decides after `count` more references that begin with a lead of `lead` blocks."""
     policy.history.shadow.lead = lead
     parts.keep_promise(policy.state, count)
     return bool(policy.is_lru)
@@ -472,12 +473,12 @@ def test_lru_decides_from_a_lead_that_endangers_the_promise_until_it_is_little()
     policy = promising()
     assert not judged(policy, 0, 400)
     assert judged(policy, 0, 401)
-    assert judged(policy, 0, 281), "0.28 points of 100,000 references are not little"
+    assert judged(policy, 0, 281), "0.28 points of 100,000 references are not negligible"
     assert not judged(policy, 0, 280)
 
 
 def test_hazard_decides_again_within_fifty_thousand_references() -> None:
-    """The lead fades however long ago it came about, and however old the cache is."""
+    """The lead fades at the same rate, whatever its age and the age of the cache."""
     policy = promising()
     policy.state.references = 10_000_000
     assert judged(policy, 0, 401)
@@ -513,8 +514,8 @@ def test_the_guard_of_a_large_cache_remembers_four_turnovers() -> None:
 )
 def test_a_positive_write_cost_lowers_the_promise(parameters: dict[str, float], promised: float) -> None:
     for policy in (Hazard, NaiveHazard):
-        found: Any = make(type("Dialled", (policy,), parameters), 4).policy
-        assert (found.promised if policy is NaiveHazard else found.state.promise) == promised
+        made: Any = make(type("Dialled", (policy,), parameters), 4).policy
+        assert (made.promised if policy is NaiveHazard else made.state.promise) == promised
 
 
 def test_a_lead_over_lru_is_credited_up_to_one_percent() -> None:
@@ -525,8 +526,8 @@ def test_a_lead_over_lru_is_credited_up_to_one_percent() -> None:
 
 
 def test_a_long_time_as_lru_ends() -> None:
-    """A long idle block is evicted at an untypical age. Hazard must decide a few turnovers of the cache
-    later, before three times that age have passed.
+    """A long idle block is evicted at an untypical age. A few turnovers of the cache later, before three
+    times that age have passed, Hazard must decide again.
     """
     manager = make(Hazard, 4)
     policy: Any = manager.policy
@@ -592,8 +593,8 @@ def test_ages_count_from_the_end_of_a_request_and_its_label_is_part_of_the_class
 
 
 def test_an_informative_label_is_learnt() -> None:
-    """Blocks whose request ended with `go` are used again at once, blocks with `end` never. The policy learns
-    to prefer the former."""
+    """Blocks of requests that ended with `go` are used again at once, with `end` never: the policy learns to
+    prefer blocks with `go`."""
     manager = make(type("Eager", (HazardOfFewKeys,), {"warm_up": 0}), 6)
     rng = random.Random(5)
     number_of: dict[str, int] = {}
@@ -629,7 +630,7 @@ def test_stats_are_reported() -> None:
     }
 
 
-# ---- beside the twin
+# ---- comparisons with the twin
 
 sizes = st.fixed_dictionaries(
     {
@@ -643,7 +644,7 @@ sizes = st.fixed_dictionaries(
 """Small enough that histories and samples overflow within a script."""
 
 
-def both(
+def policy_and_twin(
     attributes: dict[str, Any], capacity_blocks: int, admission: str = "all", **options: Any
 ) -> list[OffloadingManager]:
     return [
@@ -722,10 +723,10 @@ def test_decides_as_its_naive_twin(
     lead: float,
 ) -> None:
     attributes = {**attributes, "write_cost": write_cost}
-    managers = both(attributes, capacity_blocks, store=store, admission=admission)
+    managers = policy_and_twin(attributes, capacity_blocks, store=store, admission=admission)
     fast, naive = led_by(lead, managers)
-    for seen, expected in zip(play(fast, script, state), play(naive, script, state), strict=True):
-        assert seen == expected
+    for decision, expected in zip(play(fast, script, state), play(naive, script, state), strict=True):
+        assert decision == expected
 
 
 @pytest.mark.parametrize("store", STORES)
@@ -743,7 +744,7 @@ def test_decides_as_its_naive_twin_with_resizes(
     lead: float,
 ) -> None:
     logs = []
-    for manager in led_by(lead, both(attributes, 6, store=store)):
+    for manager in led_by(lead, policy_and_twin(attributes, 6, store=store)):
         steps, size_at = itertools.count(), {step: size for size, step in resizes}
 
         def look(manager: OffloadingManager, steps: Any = steps, size_at: Any = size_at) -> Any:
@@ -787,7 +788,7 @@ def test_decides_as_its_naive_twin_with_tenants(
     lead: float,
 ) -> None:
     logs = []
-    for manager in led_by(lead, both(attributes, capacity, store=store)):
+    for manager in led_by(lead, policy_and_twin(attributes, capacity, store=store)):
         manager.set_tenants({"a": Quota(low), "b": Quota(1, capacity - low), "other": Quota(0, low)})
         manager.store_mode.cache.tenants.stride = 1
         logs.append(play(cast(Any, _OfTenants(manager)), script, lambda _, of=manager: state(of)))
@@ -825,7 +826,7 @@ def test_decides_as_its_naive_twin_for_long(store: str, seed: int, num_steps: in
         return state(manager)
 
     for lead in (0.0, 2.0, 50.0):
-        fast, naive = led_by(lead, both(attributes, 4, store=store))
+        fast, naive = led_by(lead, policy_and_twin(attributes, 4, store=store))
         assert play(fast, script, look) == play(naive, script, state)
     assert len(reached) == 8, reached
 
@@ -856,7 +857,7 @@ def test_while_it_is_lru_it_decides_as_lru(script: list[Step], capacity_blocks: 
         for policy in (cautious, "lru"):
             manager = OffloadingManager(capacity_blocks, key_bytes=8, policy=policy, store=mode)
             log = play(manager, script)
-            if mode == ON_DEVICE_EVICTION:  # there it names the same victims in the opposite order
+            if mode == ON_DEVICE_EVICTION:  # a victim tier has the same victims in the opposite order
                 log = [(action, _without_slots(decision)) for action, decision, _ in log]
             logs.append(log)
         assert logs[0] == logs[1]
@@ -877,15 +878,15 @@ def test_reset_forgets_everything(store: str) -> None:
         "half_life": 40,
         "warm_up": 1,
     }
-    used, fresh = (both(attributes, 4, store=store)[0] for _ in range(2))
-    # Requests that wait go on waiting.
+    used, fresh = (policy_and_twin(attributes, 4, store=store)[0] for _ in range(2))
+    # Waiting requests keep waiting.
     play(used, [*random_script(1, 700), *(("served", number, []) for number in range(3))])
     assert used.policy.stats()["references"] > 400
     used.reset(drop_in_flight=True)
     audit(used)
     script = random_script(2, 700)
-    for seen, expected in zip(play(used, script, state), play(fresh, script, state), strict=True):
-        assert seen == expected
+    for decision, expected in zip(play(used, script, state), play(fresh, script, state), strict=True):
+        assert decision == expected
 
 
 @pytest.mark.parametrize("store", STORES)
@@ -898,7 +899,7 @@ def test_it_decides_the_same_again(store: str) -> None:
 
 
 def test_hashes_of_the_twin_are_those_of_the_index() -> None:
-    """The twin samples the same keys only if its hash is equal."""
+    """Equal hashes are necessary for the twin to sample the same keys."""
     for key_bytes in (1, 7, 8, 20, 36):
         table = Lifetimes(1, 1, 1, 10, key_bytes, 512, 1)
         batch = [key_of(n, key_bytes) for n in range(200)]

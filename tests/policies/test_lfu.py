@@ -16,7 +16,7 @@ def manager(request: pytest.FixtureRequest) -> OffloadingManager:
 
 
 def order(manager: OffloadingManager) -> str:
-    """Return the resident keys by count, of equal counts the least recent first."""
+    """Return the resident keys by count; among equal counts the least recent key is first."""
     return letters_at(manager, manager.policy.order() or [])
 
 
@@ -28,7 +28,7 @@ def test_the_rules_by_hand(manager: OffloadingManager) -> None:
     use(manager, "f")
     assert order(manager) == "fbda", "a newcomer is the next victim, however recent"
     use(manager, "ff" + "g")
-    assert order(manager) == "gdaf", "f 3 overtook b and d, of which b was used less recently"
+    assert order(manager) == "gdaf", "f, used 3 times, overtook b and d; b was less recent than d"
     use(manager, "c")
     assert order(manager) == "cdaf", "c starts again at 1"
 

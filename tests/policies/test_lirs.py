@@ -19,14 +19,14 @@ def state(manager: OffloadingManager) -> tuple[str, str, str, str]:
     """Return stack S, the LIR blocks, Q, and the ghosts, most recent first."""
     audit(manager)
     policy: Any = manager.policy
-    stack, lir, queue, gone = lists_of(policy)
-    return text(stack), letters_at(manager, lir), letters_at(manager, queue), text(gone)
+    stack, lir, queue, ghosts = lists_of(policy)
+    return text(stack), letters_at(manager, lir), letters_at(manager, queue), text(ghosts)
 
 
 @pytest.fixture(params=[LIRS, NaiveLIRS])
 def policy(request: pytest.FixtureRequest) -> type[EvictionPolicy]:
-    found: type[EvictionPolicy] = request.param
-    return found
+    policy_class: type[EvictionPolicy] = request.param
+    return policy_class
 
 
 @pytest.fixture

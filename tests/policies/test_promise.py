@@ -25,11 +25,11 @@ def check(seed: int, shares: tuple[float, ...]) -> None:
         capacity = max(4, round(share * trace.unique_blocks))
         for store, has_device in SIDES:
             device = capacity if has_device else 0
-            ours, lru = (
+            hit_ratio, lru = (
                 Replay(trace, ReplayConfig(capacity, policy, "all", device, store)).run().prefix_hit_ratio
                 for policy in ("hazard", "lru")
             )
-            assert ours >= lru - promised(Hazard.promise, Hazard.write_cost), (
+            assert hit_ratio >= lru - promised(Hazard.promise, Hazard.write_cost), (
                 f"seed {seed}, {share:.1%}, device {device}, {store}"
             )
 

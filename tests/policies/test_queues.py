@@ -26,8 +26,8 @@ POLICIES = [FIFO, SLRU, LFU, SIEVE, S3FIFO, NaiveFIFO, NaiveSLRU, NaiveLFU, Naiv
 
 @pytest.fixture(params=POLICIES)
 def policy(request: pytest.FixtureRequest) -> type[EvictionPolicy]:
-    found: type[EvictionPolicy] = request.param
-    return found
+    policy_class: type[EvictionPolicy] = request.param
+    return policy_class
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 3])

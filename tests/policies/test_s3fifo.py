@@ -27,10 +27,10 @@ def state(manager: OffloadingManager) -> tuple[str, str, str]:
     policy: Any = manager.policy
     small, main, ghosts, counts = lists_of(policy)
 
-    def told(slots: list[int]) -> str:
+    def marked(slots: list[int]) -> str:
         return "".join(letters_at(manager, [s]) + str(counts[s] or "") for s in reversed(slots))
 
-    return told(small), told(main), text(ghosts[::-1])
+    return marked(small), marked(main), text(ghosts[::-1])
 
 
 def test_algorithm_1_by_hand(policy: type[EvictionPolicy]) -> None:

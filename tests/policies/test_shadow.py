@@ -1,4 +1,4 @@
-"""The simulated LRU: its counts by hand, and its contents compared with the policy `lru`."""
+"""The simulated LRU: counts worked by hand, and contents compared with the policy `lru`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_it_counts_what_lru_serves_more() -> None:
     cache = ShadowLRU(9, 3)
     assert use(cache, "abc") == 0
     assert use(cache, "abc", held=1) == 2
-    # A path is lost from its tail: c leaves for d.
+    # A path is evicted from its tail: c is evicted for d.
     assert use(cache, "d") == 2
     assert use(cache, "abc", held=3) == 1
     assert members(cache) == "abc"
@@ -91,6 +91,6 @@ def test_it_is_lru_to_the_block(store: str, device_share: int, seed: int) -> Non
         run = Replay(trace, ReplayConfig(capacity, policy, "all", device_share * capacity, store))
         run.run()
         hits.append(run)
-    ours, lru = hits
-    led: float = ours.manager.policy.state.history.shadow.lead  # type: ignore[attr-defined]
-    assert led == int(lru.hits_per_request.sum() - ours.hits_per_request.sum())
+    own, lru = hits
+    led: float = own.manager.policy.state.history.shadow.lead  # type: ignore[attr-defined]
+    assert led == int(lru.hits_per_request.sum() - own.hits_per_request.sum())

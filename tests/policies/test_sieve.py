@@ -17,8 +17,8 @@ from support.policy_state import lists_of
 
 @pytest.fixture(params=[SIEVE, NaiveSIEVE])
 def policy(request: pytest.FixtureRequest) -> type[EvictionPolicy]:
-    found: type[EvictionPolicy] = request.param
-    return found
+    policy_class: type[EvictionPolicy] = request.param
+    return policy_class
 
 
 def state(manager: OffloadingManager) -> str:
@@ -35,7 +35,7 @@ def state(manager: OffloadingManager) -> str:
 
 
 def test_algorithm_1_by_hand(policy: type[EvictionPolicy]) -> None:
-    """Seven blocks, of which the two oldest and the newest are visited, exercise every line."""
+    """Seven blocks exercise every line; the two oldest and the newest are visited."""
     manager = make(policy, 7)
     use(manager, "gfedcba" + "agf")
     assert state(manager) == "GFedcbA"
@@ -46,7 +46,7 @@ def test_algorithm_1_by_hand(policy: type[EvictionPolicy]) -> None:
     use(manager, "d")
     assert state(manager) == "gf>DcbAh"
     use(manager, "i")
-    assert state(manager) == "gfd>bAhi", "the hand goes on, it does not go back to the oldest"
+    assert state(manager) == "gfd>bAhi", "the hand continues and does not return to the oldest"
     use(manager, "b")
     use(manager, "j")
     assert state(manager) == "gfdba>ij", "b and a are spared, h leaves: new blocks have no second chance"

@@ -34,7 +34,7 @@ def segments(manager: OffloadingManager) -> tuple[str, str]:
 
 def test_the_rules_by_hand(manager: OffloadingManager) -> None:
     use(manager, "abcd")
-    assert segments(manager) == ("abcd", ""), "probation takes what nobody else needs"
+    assert segments(manager) == ("abcd", ""), "probation uses slots that proven blocks do not need"
     use(manager, "b")
     assert segments(manager) == ("acd", "b"), "a hit proves a block"
     use(manager, "a")
@@ -42,9 +42,11 @@ def test_the_rules_by_hand(manager: OffloadingManager) -> None:
     use(manager, "b")
     assert segments(manager) == ("cd", "ab"), "a proven block becomes the most recent"
     use(manager, "c")
-    assert segments(manager) == ("da", "bc"), "too many: the coldest goes back, as the most recent there"
+    assert segments(manager) == ("da", "bc"), (
+        "the segment is full: its coldest block becomes the most recent on probation"
+    )
     use(manager, "e")
-    assert segments(manager) == ("ae", "bc"), "the coldest on probation leaves"
+    assert segments(manager) == ("ae", "bc"), "the coldest block on probation is evicted"
     use(manager, "fgh")
     assert segments(manager) == ("gh", "bc"), "a scan leaves the proven blocks alone"
 

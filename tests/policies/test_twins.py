@@ -17,7 +17,7 @@ from kvoffload.testing.scripts import Step, play, scripts
 from support.twin_scripts import PAIRS, both, inside
 
 FEWER = settings(max_examples=settings().max_examples // 3)
-"""Of scripts that are longer."""
+"""Seeds of longer scripts."""
 
 
 def test_every_policy_has_a_twin() -> None:
@@ -30,8 +30,8 @@ def test_decides_as_its_naive_twin(
     name: str, script: list[Step], capacity: int, tight: bool, store: str
 ) -> None:
     kernel, twin = both(name, capacity, tight=tight, store=store)
-    for seen, expected in zip(play(kernel, script, inside), play(twin, script, inside), strict=True):
-        assert seen == expected
+    for decision, expected in zip(play(kernel, script, inside), play(twin, script, inside), strict=True):
+        assert decision == expected
 
 
 @FEWER

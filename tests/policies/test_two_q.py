@@ -34,7 +34,7 @@ def test_worked_by_hand(manager: OffloadingManager) -> None:
     assert state(manager) == ("dcba", "", "")
     use(manager, "e")  # |A1in| > Kin: its oldest leaves, and is remembered
     assert state(manager) == ("edcb", "", "a")
-    use(manager, "a")  # remembered: it enters Am, and A1in gives
+    use(manager, "a")  # remembered: it enters Am, and the victim is in A1in
     assert state(manager) == ("edc", "a", "b")
     use(manager, "fg")  # the third key pushes b out of A1out
     assert state(manager) == ("gfe", "a", "dc")
@@ -46,7 +46,7 @@ def test_worked_by_hand(manager: OffloadingManager) -> None:
     assert state(manager) == ("gf", "ad", "ec")
     use(manager, "c")
     assert state(manager) == ("g", "cad", "fe")
-    use(manager, "h")  # |A1in| = Kin: Am gives, and what leaves it is forgotten
+    use(manager, "h")  # |A1in| = Kin: the victim is in Am, and is forgotten
     assert state(manager) == ("hg", "ca", "fe")
     use(manager, "d")
     assert state(manager) == ("dh", "ca", "gf")
@@ -60,7 +60,7 @@ def test_the_head_of_a_batch_is_the_youngest(manager: OffloadingManager) -> None
 def test_new_blocks_of_a_batch_count_for_the_next(manager: OffloadingManager) -> None:
     use(manager, "abcdeafgdac")
     assert state(manager) == ("g", "cad", "fe")
-    store(manager, "xy")  # Am gives for x; with x, A1in is above Kin and gives for y
+    store(manager, "xy")  # the victim for x is in Am; with x, A1in exceeds Kin, and has the victim for y
     assert state(manager) == ("xy", "ca", "gf")
 
 
@@ -88,7 +88,7 @@ def test_a_pinned_list_leaves_the_victim_to_the_other(manager: OffloadingManager
     use(manager, "abcdea")
     assert state(manager) == ("edc", "a", "b")
     reading = load(manager, "edc")
-    use(manager, "x")  # A1in should give; Am has to, and a is forgotten
+    use(manager, "x")  # the victim should be in A1in, which is pinned: it is in Am, and a is forgotten
     assert state(manager) == ("xedc", "", "b")
     manager.complete_load(reading)
     use(manager, "b")

@@ -25,13 +25,13 @@ def state(manager: OffloadingManager) -> tuple[str, str, str]:
 
 @pytest.fixture(params=[WTinyLFU, NaiveWTinyLFU])
 def policy(request: pytest.FixtureRequest) -> type[EvictionPolicy]:
-    found: type[EvictionPolicy] = request.param
-    return found
+    policy_class: type[EvictionPolicy] = request.param
+    return policy_class
 
 
 def test_worked_by_hand(policy: type[EvictionPolicy]) -> None:
     manager = make(policy, 3)  # a window of one block, two in the main cache, one of them protected
-    use(manager, "abc")  # what the window has no room for enters a main cache that has
+    use(manager, "abc")  # blocks that do not fit into the window enter the main cache, which has room
     assert state(manager) == ("c", "ba", "")
     use(manager, "d")  # c, seen once, against a, seen once: the newcomer leaves
     assert state(manager) == ("d", "ba", "")
@@ -51,20 +51,20 @@ def test_worked_by_hand(policy: type[EvictionPolicy]) -> None:
 
 def test_a_key_is_remembered_after_its_block_has_gone(policy: type[EvictionPolicy]) -> None:
     manager = make(policy, 3)
-    use(manager, "abc" + "x" + "c")  # c left for x, and is back
+    use(manager, "abc" + "x" + "c")  # c was evicted for x, and is stored again
     assert state(manager) == ("c", "ba", "")
     use(manager, "d")  # seen twice by now, it wins against a
     assert state(manager) == ("d", "cb", "")
 
 
-# ---- where the paper is silent
+# ---- cases that the paper does not specify
 
 
 def test_a_request_longer_than_the_window(policy: type[EvictionPolicy]) -> None:
     manager = make(policy, 5)
     use(manager, "abcde")
     assert state(manager) == ("e", "dcba", "")
-    store(manager, "xyz")  # e loses against a; then the main cache has to give a and b
+    store(manager, "xyz")  # e loses against a; then a and b of the main cache are evicted
     assert state(manager) == ("xyz", "dc", "")
     use(manager, "p")  # the window is too large: its candidates duel
     assert state(manager) == ("pxy", "dc", "")
@@ -72,7 +72,7 @@ def test_a_request_longer_than_the_window(policy: type[EvictionPolicy]) -> None:
     assert state(manager) == ("qyp", "dc", "")
     use(manager, "cr")
     assert state(manager) == ("rqy", "d", "c")
-    use(manager, "s")  # y wins at nobody's expense, since the main cache lacks blocks; q loses
+    use(manager, "s")  # y wins without a victim, because the main cache has room; q loses
     assert state(manager) == ("sr", "yd", "c")
 
 
@@ -92,7 +92,7 @@ def test_a_winner_of_a_duel_is_on_probation(policy: type[EvictionPolicy]) -> Non
     load(manager, "e")
     manager.discard(keys("e"))  # its slot is not free until it was read
     assert state(manager) == ("f", "", "dcba")
-    store(manager, "g")  # f wins against a, and the main cache has room; but nobody else is there to leave
+    store(manager, "g")  # f wins against a, and the main cache has room, but there is no other victim
     assert state(manager) == ("g", "", "dcba")
 
 

@@ -163,14 +163,14 @@ class TieringMachine(RuleBasedStateMachine):
                 assert block == key * BLOCK_BYTES
 
     def teardown(self) -> None:
-        """End everything and check that nothing is left."""
+        """End all requests and jobs, and check that nothing remains."""
         if not hasattr(self, "rig"):
             return
         for plan in self.in_flight:
             self.rig.manager.complete_store(self.rig.compute(plan))
         for ctx in self.unfinished:
             self.rig.manager.finish_request(ctx)
-        for _ in range(3 + 2 * len(LETTERS)):  # one after the other, if tiers may pin but one block
+        for _ in range(3 + 2 * len(LETTERS)):  # one block after the other, if tiers may pin only one
             self.rig.end_all()
         assert self.rig.manager.settle(0.0)
         stats = self.rig.manager.stats()

@@ -51,7 +51,7 @@ def test_a_block_is_pinned_while_it_cascades() -> None:
     assert rig.manager.prepare_store(keys("e")) is None
     rig.end_all()
     rig.store("e")
-    assert set(rig.tier.blocks) == {*keys("abcd")}, "only what was complete"
+    assert set(rig.tier.blocks) == {*keys("abcd")}, "only complete blocks"
 
 
 def test_a_failed_store_is_not_offered() -> None:
@@ -65,7 +65,7 @@ def test_a_busy_tier_is_offered_the_block_again_when_the_request_finishes() -> N
     rig.tier.takes = False
     ctx = rig.begin()
     rig.store("abc", ctx)
-    assert rig.manager.stats().evictable == 3, "nothing is pinned for a tier that does not take it"
+    assert rig.manager.stats().evictable == 3, "no block is pinned for a busy tier"
     rig.tier.takes = True
     rig.manager.finish_request(ctx)
     assert set(rig.tier.blocks) == {*keys("abc")}
@@ -95,7 +95,7 @@ def test_blocks_of_a_failed_write_are_unpinned() -> None:
     assert rig.manager.stats().evictable == 4
     rig.store("efgh")
     assert [text(job.keys) for job in rig.tier.jobs] == ["efgh"], (
-        "its part of the share is free again as well"
+        "the failed blocks no longer count towards the share"
     )
     assert rig.manager.counts.not_offered == 0
 
@@ -107,7 +107,7 @@ def test_pinned_blocks_are_bounded() -> None:
 
 
 def test_the_bound_of_pinned_blocks_follows_a_resize() -> None:
-    """Writes may never pin all slots in use."""
+    """Writes must never pin all slots in use."""
     rig = Rig(capacity=16, immediate=False, max_in_flight=0.25)
     rig.manager.begin_resize(8)
     assert not rig.manager.advance_resize()
@@ -145,7 +145,7 @@ def test_a_slow_tier_gets_a_smaller_part_of_the_budget() -> None:
     for _ in range(200):
         lane.num_writing += 1
         lane.end_write(1, 1, 0.005)
-    assert write_room(rig.manager.lanes, 1, 20) + lane.num_writing >= 9, "it is no longer slow"
+    assert write_room(rig.manager.lanes, 1, 20) + lane.num_writing >= 9, "the tier is no longer slow"
 
 
 def test_a_failed_write_does_not_count_for_speed() -> None:
@@ -176,9 +176,9 @@ def test_a_step_makes_one_offer_to_a_tier_that_accepts_nothing() -> None:
     offers: list[str] = []
     submit = rig.tier.submit_write
 
-    def noted(offered: list[bytes], *rest: Any) -> Any:
+    def noted(offered: list[bytes], *arguments: Any) -> Any:
         offers.append(text(offered))
-        return submit(offered, *rest)
+        return submit(offered, *arguments)
 
     rig.tier.submit_write = noted  # type: ignore[method-assign]
     rig.tier.takes = False
@@ -252,7 +252,7 @@ def test_flush_writes_the_blocks_that_the_tier_lacks() -> None:
     assert set(rig.tier.blocks) == {*keys("abcdef")}
     rig.tier.blocks.clear()
     rig.tier.takes = False
-    assert rig.manager.flush(1.0), "what the tier does not want is not waited for"
+    assert rig.manager.flush(1.0), "flush does not wait for blocks that the tier refuses"
     assert not rig.manager.has_jobs
 
 

@@ -1,8 +1,8 @@
-"""Manager, RAM and a real disk together, in any order of requests, crashes, damage and resets: nothing lies.
+"""A state machine of manager, RAM and a real disk, with requests, crashes, damage and resets in any order.
 
-Every byte that is loaded is compared. Two drivers take the machine's steps: Hypothesis, which shrinks what it
-finds, and a plain seeded one, which is faster. KVOFFLOAD_STEPS makes that one longer (`make soak` takes a
-million), and KVOFFLOAD_SEED repeats a round that failed, as far as threads do not decide.
+Every loaded byte is compared. Two drivers take the machine's steps: Hypothesis, which shrinks failures, and a
+faster seeded driver. KVOFFLOAD_STEPS sets the number of seeded steps (`make soak`: a million), and
+KVOFFLOAD_SEED repeats a failed round, apart from the timing of threads.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ from support.timeouts import HANGS_S
 
 BLOCK_BYTES, RAM_BLOCKS, DISK_BLOCKS = 4096, 8, 20
 LAYOUT = Layout.holding(BLOCK_BYTES, KEY_BYTES, DISK_BLOCKS)
-# Classes, not names: a name is looked up among all packages that are installed, at every reopening.
+# Classes, not names: at every reopening a name is looked up among all installed packages.
 POLICIES, DISK_POLICIES = [LRU, ARC, SmallHazard], [LRU, S3FIFO, SmallHazard]
 STORES = [ON_COMPUTE, ON_DEVICE_EVICTION]
 HAPPENS = (
     "hits in RAM", "hits on disk", "blocks written", "blocks restored", "blocks found damaged",
     "resets", "restarts", "crashes",
 )  # fmt: skip
-"""What a machine counts, and what happens in a few thousand steps."""
+"""Events that a machine counts, all of which occur within a few thousand steps."""
 runs = st.tuples(st.integers(0, 24), st.integers(1, 10)).map(lambda run: range(run[0], sum(run)))
 
 
 class TieredDiskMachine(RuleBasedStateMachine):
     """Random requests for runs of numbered blocks, whose bytes follow from key and era.
 
-    An era ends with a reset, as when weights change: blocks of an earlier era would be wrong.
+    An era ends with a reset, as after a change of weights: blocks of an earlier era would be wrong.
 
     Attributes:
-        parent: parent of its directory; None for the system's default.
+        parent: parent of the machine's directory; None for the system's default.
         seen: count of each event of `HAPPENS`.
     """
 
@@ -109,8 +109,8 @@ class TieredDiskMachine(RuleBasedStateMachine):
         """End a life, and check that nothing is in flight and the counters agree."""
         assert self.manager.settle(HANGS_S)
         self.sound_inside()
-        left = self.manager.stats()
-        assert (left.writing, left.condemned, left.ready) == (0, 0, left.evictable)
+        final = self.manager.stats()
+        assert (final.writing, final.condemned, final.ready) == (0, 0, final.evictable)
         self.manager.close()
         stats, (from_ram, from_disk) = self.disk.stats(), self.manager.hit_blocks
         self.seen.update(
@@ -125,15 +125,15 @@ class TieredDiskMachine(RuleBasedStateMachine):
 
     @rule(run=runs, waits=st.booleans())
     def serve(self, run: range, waits: bool) -> None:
-        """A request: its prefix is loaded, compared and stored; in a hurry it does not wait for the disk."""
+        """Serve a request: load, compare and store its blocks; with `waits`, wait for the disk."""
         keys, rows = keys_of(run), np.arange(len(run))
         ctx = self.manager.begin_request("r", keys)
-        found = self.manager.lookup(keys, ctx)
-        while waits and found.stopped_by is LookupResult.RETRY:
+        result = self.manager.lookup(keys, ctx)
+        while waits and result.stopped_by is LookupResult.RETRY:
             assert self.manager.settle(HANGS_S)
-            found = self.manager.lookup(keys, ctx)
-        plan = self.manager.prepare_load(keys[: found.num_ready], ctx)
-        sound = self.ram.read(plan.keys, plan.slots, self.device, rows[: found.num_ready])
+            result = self.manager.lookup(keys, ctx)
+        plan = self.manager.prepare_load(keys[: result.num_ready], ctx)
+        sound = self.ram.read(plan.keys, plan.slots, self.device, rows[: result.num_ready])
         self.compare(plan.keys, sound)
         self.manager.complete_load(plan, np.flatnonzero(~sound))
         self.compute(keys, rows)
@@ -149,8 +149,8 @@ class TieredDiskMachine(RuleBasedStateMachine):
 
     def compare(self, keys: Any, sound: Any) -> None:
         self.device[: len(keys)] ^= np.uint8(self.era % 251)
-        right = content.matches(keys, self.device, np.arange(len(keys)))
-        assert not (sound & ~right).any(), "wrong bytes were served"
+        is_correct = content.matches(keys, self.device, np.arange(len(keys)))
+        assert not (sound & ~is_correct).any(), "wrong bytes were served"
 
     @rule()
     def settle(self) -> None:
@@ -158,7 +158,7 @@ class TieredDiskMachine(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        """An orderly end, and another life on the same slab, which has all that was there."""
+        """Close the manager, and open another on the same slab, which must have all blocks."""
         self.close()
         ready = self.disk.stats().ready
         self.open()
@@ -167,16 +167,16 @@ class TieredDiskMachine(RuleBasedStateMachine):
 
     @rule(bits=st.lists(st.floats(0, 1, exclude_max=True), max_size=12))
     def crash(self, bits: list[float]) -> None:
-        """Another life on what the file holds at some moments: a copy is made while the disk is written.
+        """Open another manager on a copy of the slab that is made while the disk is written.
 
-        It is no image of one instant, and bits are flipped in it besides: worse than any crash.
+        The copy mixes several instants, and bits are flipped in it: worse than any crash.
         """
         copy = self.directory / str(self.lives + 1)
         shutil.copytree(self.path, copy, ignore=shutil.ignore_patterns("*.lock"))
         slots_bytes = LAYOUT.num_slots * LAYOUT.slot_bytes
         with slab_in(copy).open("r+b") as file:
             for number, bit in enumerate(bits):
-                # One of four in the superblock or the journal; the others in slots.
+                # One of four flips is in the superblock or the journal; the others are in slots.
                 in_slots = LAYOUT.slots_offset + int(bit * slots_bytes)
                 at = int(bit * LAYOUT.slots_offset) if number % 4 == 3 else in_slots
                 file.seek(at)
@@ -193,7 +193,7 @@ class TieredDiskMachine(RuleBasedStateMachine):
     def new_weights(self) -> None:
         self.manager.reset()
         self.era += 1
-        # What a copy made before this is settled may bring back is the old era's: such a copy is no crash.
+        # Wait, because a copy made before the reset is durable could revive blocks of the old era.
         assert self.manager.settle(HANGS_S)
         assert self.disk.drain(HANGS_S)
         self.seen["resets"] += 1
@@ -228,13 +228,13 @@ TestTieredDisk.settings = settings(
 
 SHORT_STEPS, ROUND_STEPS = 2500, 500
 AUDIT_STEPS = 25
-"""Between two audits; the end of a life has one besides."""
+"""Steps between two audits; each close has another audit."""
 WEIGHTS = {"serve": 84, "settle": 6, "the_disk_forgets": 7, "new_weights": 1, "restart": 1, "crash": 1}
-"""Of 100 steps. The last two end a life: threads, copies and files make each as costly as ten others."""
+"""Shares of rules in 100 steps. The last two close the manager, and cost as much as ten other steps."""
 
 
 def take_step(machine: TieredDiskMachine, chance: random.Random) -> None:
-    """One rule, with arguments from where Hypothesis takes them."""
+    """Run a random rule, with arguments from the ranges that Hypothesis uses."""
     (name,) = chance.choices([*WEIGHTS], [*WEIGHTS.values()])
     arguments: dict[str, Any] = {}
     if name == "serve":
@@ -248,10 +248,10 @@ def take_step(machine: TieredDiskMachine, chance: random.Random) -> None:
 
 
 def play(seed: int, steps: int) -> Counter[str]:
-    """A machine of so many steps, with options of its own; what it has seen.
+    """Run a machine with random options for `steps` steps; returns the counts of its events.
 
-    Its slabs are in memory where there is a file system for that. Raises `AssertionError`, which says how
-    to have it again.
+    Slabs are in memory if there is a file system for that. The message of an `AssertionError` tells how to
+    repeat the failure.
     """
     chance, machine, step = random.Random(seed), TieredDiskMachine(), 0
     memory = Path("/dev/shm")
@@ -276,24 +276,24 @@ def play(seed: int, steps: int) -> Counter[str]:
 
 
 def play_rounds(first_seed: int, steps: int) -> Counter[str]:
-    """Round after round, each of a seed of its own: one that fails can be had again without those before.
+    """Run rounds, each with its own seed, so that a failed round can be repeated alone.
 
-    Prints how far it is twice a minute.
+    Prints the progress twice a minute.
     """
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     began = reported = time.monotonic()
     for number in range(-(-steps // ROUND_STEPS)):
-        seen.update(play(first_seed + number, ROUND_STEPS))
+        counts.update(play(first_seed + number, ROUND_STEPS))
         done, now = (number + 1) * ROUND_STEPS, time.monotonic()
         if now - reported > 30 or done >= steps:
             reported = now
-            print(f"{done:,} steps, {done / (now - began):.0f}/s: {dict(seen)}", flush=True)
-    return seen
+            print(f"{done:,} steps, {done / (now - began):.0f}/s: {dict(counts)}", flush=True)
+    return counts
 
 
 @pytest.fixture
 def quiet(caplog: pytest.LogCaptureFixture) -> None:
-    """Silence log lines about damage, which a million steps would fill memory with."""
+    """Silence log lines about damage, which would fill memory during a million steps."""
     caplog.set_level(logging.CRITICAL, "kvoffload.disk")
 
 
@@ -303,9 +303,9 @@ def test_any_number_of_steps() -> None:
     steps = int(os.environ.get("KVOFFLOAD_STEPS") or SHORT_STEPS)
     seed = int(os.environ.get("KVOFFLOAD_SEED") or random.SystemRandom().randrange(10**9))
     print(f"KVOFFLOAD_SEED={seed}", flush=True)
-    seen = play_rounds(seed, steps)
+    counts = play_rounds(seed, steps)
     if steps >= SHORT_STEPS:
-        assert not [event for event in HAPPENS if not seen[event]], "the steps must cover every event"
+        assert not [event for event in HAPPENS if not counts[event]], "the steps must cover every event"
 
 
 def without_verification(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Limits of waiting and reading: deadlines, slow tiers, failing tiers, room for the engine."""
+"""Limits of waits and reads: deadlines, slow tiers, failing tiers, room for the engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_request_waits_at_most_until_the_deadline() -> None:
     rig.manager.finish_request(ctx)
     rig.end_all()
     other = rig.begin()
-    assert rig.ask("ab", other) == (2, HIT), "what came late serves the next"
+    assert rig.ask("ab", other) == (2, HIT), "late blocks serve the next request"
 
 
 def test_a_request_waits_at_most_as_long_as_computing_takes() -> None:
@@ -61,7 +61,7 @@ def test_a_tier_slower_than_computing_is_only_tried_every_10_s() -> None:
         rig.manager.finish_request(ctx)
         return answer
 
-    assert serve("ab", 2.0) == (0, RETRY), "no read has been timed"
+    assert serve("ab", 2.0) == (0, RETRY), "no read has been measured yet"
     assert serve("cd", 2.0) == (0, RETRY), "the trial"
     assert serve("ef", 0.0) == (0, MISS)
     assert rig.manager.counts.not_worth == 2
@@ -77,7 +77,7 @@ def test_a_failed_read_does_not_count_for_speed() -> None:
     rig = Rig(capacity=8, immediate=False, recompute_s_per_block=0.1, deadline_s=100.0)
     rig.below("abcdef")
     assert rig.ask("ab", rig.begin()) == (0, RETRY)
-    end_reads(rig, 2.0)  # slow: a second a block
+    end_reads(rig, 2.0)  # slow: a second for each block
     assert rig.ask("cd", rig.begin()) == (0, RETRY), "the trial"
     end_reads(rig, 0.0001, failing=True)
     assert rig.ask("ef", rig.begin()) == (0, MISS)
@@ -94,11 +94,11 @@ def test_a_tier_is_not_read_for_10_s_after_three_failed_reads() -> None:
     rig.clock.now += 11
     assert rig.ask("d", rig.begin()) == (0, RETRY), "tried again"
     end_reads(rig, 0.001, failing=True)
-    assert rig.ask("e", rig.begin()) == (0, MISS), "and left alone at once"
+    assert rig.ask("e", rig.begin()) == (0, MISS), "one more failure stops reads at once"
     rig.clock.now += 11
     assert rig.ask("e", rig.begin()) == (0, RETRY)
     end_reads(rig, 0.001)
-    assert rig.ask("f", rig.begin()) == (0, RETRY), "one that arrived is enough"
+    assert rig.ask("f", rig.begin()) == (0, RETRY), "one successful read is enough"
 
 
 def test_a_read_is_cut_where_it_still_pays() -> None:
@@ -119,7 +119,7 @@ def test_a_read_is_cut_where_it_still_pays() -> None:
 def test_blocks_in_ram_do_not_justify_a_slow_read() -> None:
     rig = Rig(capacity=16, immediate=False, recompute_s_per_block=0.1, deadline_s=100.0)
     rig.below("xyz")
-    for letter in "xy":  # two seconds a block: the first read, and the trial
+    for letter in "xy":  # two seconds for each block: the first read, and the trial
         assert rig.ask(letter, rig.begin()) == (0, RETRY)
         end_reads(rig, 2.0)
     rig.tier.takes = False
@@ -138,7 +138,7 @@ def test_a_block_is_read_from_the_faster_tier_and_then_from_the_other() -> None:
     assert rig.ask("abc", ctx) == (0, RETRY)
     assert [[text(job.keys) for job in tier.jobs] for tier in rig.tiers] == [[], ["abc"]]
     end_reads(rig, 0.01, 1, failing=True)
-    assert rig.ask("abc", ctx) == (0, RETRY), "a second try, where they are as well"
+    assert rig.ask("abc", ctx) == (0, RETRY), "a second try, from the other tier"
     assert [[text(job.keys) for job in tier.jobs] for tier in rig.tiers] == [["abc"], []]
     end_reads(rig, 2.0, 0)
     assert rig.ask("abc", ctx)[0] == 3
@@ -169,9 +169,11 @@ def test_a_stalled_tier_gets_no_jobs_until_it_answers() -> None:
     other = rig.begin()
     assert rig.ask("b", other) == (0, MISS)
     rig.store("cd", other)
-    assert len(rig.tier.jobs) == 1, "nothing more is given to it"
+    assert len(rig.tier.jobs) == 1, "the tier gets no other job"
     rig.end_all()
-    assert [text(job.keys) for job in rig.tier.jobs] == ["cd"], "when it answers it gets what has waited"
+    assert [text(job.keys) for job in rig.tier.jobs] == ["cd"], (
+        "the waiting blocks, after the tier has answered"
+    )
     rig.end_all()
     assert rig.ask("b", rig.begin()) == (0, RETRY)
 
@@ -189,8 +191,10 @@ def test_a_prefix_that_is_read_alone_may_take_half_of_ram() -> None:
     rig = Rig(capacity=16, immediate=False, max_in_flight=0.25)
     rig.below("abcdefghijkl")
     assert rig.ask("abcdefg", rig.begin()) == (0, RETRY)
-    assert [text(job.keys) for job in rig.tier.jobs] == ["abcdefg"], "more than a quarter"
-    assert rig.ask("hijkl", rig.begin()) == (0, MISS), "beside others a quarter is the limit"
+    assert [text(job.keys) for job in rig.tier.jobs] == ["abcdefg"], "more than a quarter of RAM"
+    assert rig.ask("hijkl", rig.begin()) == (0, MISS), (
+        "together with other reads a quarter of RAM is the limit"
+    )
     assert rig.manager.counts.no_room == 5
     rig.end_all()
     rig.below("mnopqrstuvwx")
@@ -225,7 +229,9 @@ def test_the_reads_of_all_requests_share_one_bound() -> None:
     rig.tier.jobs[0].fail = {b"b"}
     rig.end_all()
     assert rig.ask("ijklm", rig.begin()) == (0, RETRY)
-    assert [text(job.keys) for job in rig.tier.jobs] == ["ijkl"], "what has ended, well or not, is given back"
+    assert [text(job.keys) for job in rig.tier.jobs] == ["ijkl"], (
+        "ended reads, successful or not, no longer count"
+    )
 
 
 def test_read_speed_finds_latency_and_rate() -> None:

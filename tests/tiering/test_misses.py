@@ -38,7 +38,7 @@ def test_blocks_in_a_tier_behind_a_gap() -> None:
     assert counted(rig, "abcd") == {"never_seen": 1, "behind_a_gap": 3}
 
 
-def test_a_failed_read_and_blocks_that_are_not_trusted() -> None:
+def test_a_failed_read_and_distrusted_blocks() -> None:
     rig = Rig(capacity=8, immediate=False, explain_misses=True)
     rig.below("ab")
     ctx = rig.begin("ab")

@@ -11,7 +11,7 @@ from support.scripted_tier import ScriptedSharedTier
 from support.tiering_rig import RETRY, Rig, expect, fails, jobs, shared_rig
 
 
-def test_one_probe_asks_for_the_whole_rest_of_a_path() -> None:
+def test_one_probe_covers_the_rest_of_a_path() -> None:
     rig = shared_rig()
     rig.below("abc")
     ctx = rig.begin()
@@ -25,7 +25,7 @@ def test_one_probe_asks_for_the_whole_rest_of_a_path() -> None:
     assert rig.ask("abcdef", ctx) == (3, MISS)
     rig.load("abc", ctx)
     assert rig.manager.hit_blocks == [0, 3]
-    assert rig.ask("abcdef", rig.begin()) == (3, MISS), "what was absent a moment ago is not asked for again"
+    assert rig.ask("abcdef", rig.begin()) == (3, MISS), "recently absent blocks are not probed again"
     assert jobs(rig) == []
 
 
@@ -70,10 +70,12 @@ def test_a_request_waits_for_probes_at_most_the_probe_timeout() -> None:
     assert rig.ask("ab", ctx) == (0, RETRY)
     rig.clock.now += 0.02
     assert rig.ask("ab", ctx) == (0, MISS)
-    assert rig.ask("cd", ctx) == (0, MISS), "nor for another one"
+    assert rig.ask("cd", ctx) == (0, MISS), "the request does not wait for another probe either"
     rig.below("ab")
     rig.end_all()
-    assert rig.ask("ab", ctx) == (0, RETRY), "what it did not wait for is read all the same, if it asks again"
+    assert rig.ask("ab", ctx) == (0, RETRY), (
+        "blocks found after the wait are read if the request repeats its lookup"
+    )
     assert jobs(rig) == [("read", "ab")]
     rig.clock.now += 3.0
     assert rig.ask("ef", ctx) == (0, RETRY), "after a pause a new wait begins"
@@ -167,7 +169,7 @@ def test_a_stalled_shared_tier_gets_no_probes() -> None:
     assert jobs(rig) == [("probe", "a")]
 
 
-def test_a_request_that_leaves_out_tiers_sends_no_probe() -> None:
+def test_a_request_that_excludes_tiers_sends_no_probe() -> None:
     rig = shared_rig()
     ctx = rig.begin()
     rig.manager.leave_out_tiers(ctx)
@@ -177,7 +179,7 @@ def test_a_request_that_leaves_out_tiers_sends_no_probe() -> None:
 
 
 def test_a_queued_request_is_probed_ahead() -> None:
-    """When the request is served, the probe is done. Tiers that it leaves out are not probed."""
+    """The probe has ended when the request is served. Tiers that the request excludes are not probed."""
     rig = shared_rig()
     rig.below("ab")
     ctx = rig.begin("abc")
@@ -213,7 +215,7 @@ def test_the_break_even_of_a_shared_tier_is_logged(
 
 
 def test_distrusted_blocks_come_from_no_tier() -> None:
-    """An audit found them wrong, and their bytes are intact: a read would bring them back."""
+    """An audit found them wrong although their bytes are intact: a read would revive them."""
     rig = Rig(capacity=16, immediate=False)
     rig.below("abc", tier=0)
     rig.manager.distrust([b"b"])
@@ -225,8 +227,8 @@ def test_distrusted_blocks_come_from_no_tier() -> None:
     assert rig.manager.lookup_key(b"b", ctx) is MISS
 
 
-def test_no_way_of_reading_brings_a_distrusted_block_back() -> None:
-    """Reads ahead, reads in flight, and tiers that get the block again."""
+def test_no_kind_of_read_revives_a_distrusted_block() -> None:
+    """Tried: reads ahead, reads in flight, and tiers that get the block again."""
     rig = Rig(capacity=16, immediate=False)
     rig.below("abc")
     ctx = rig.begin("xyz")
@@ -256,7 +258,7 @@ def test_no_way_of_reading_brings_a_distrusted_block_back() -> None:
 
 
 def test_a_write_in_flight_brings_no_distrusted_block_to_a_disk() -> None:
-    """After a restart of the process nothing would keep the block from being read."""
+    """After a restart of the process nothing would prevent a read of the block."""
     rig = Rig(capacity=16, immediate=False)
     rig.store("ab")
     assert jobs(rig) == [("write", "ab")]
@@ -268,7 +270,7 @@ def test_a_write_in_flight_brings_no_distrusted_block_to_a_disk() -> None:
 def test_after_too_many_wrong_blocks_no_tier_is_read(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No key is forgotten, so that no wrong block returns; the memory is bounded."""
+    """No distrusted key is forgotten, so that no wrong block returns; the memory is bounded."""
     monkeypatch.setattr(promotion, "MOST_DISTRUSTED", 2)
     rig = Rig(capacity=16, immediate=False)
     rig.below("abcdef")
@@ -278,7 +280,7 @@ def test_after_too_many_wrong_blocks_no_tier_is_read(
     rig.manager.distrust(keys("c"))
     assert "nothing is loaded from tiers until the cache is reset" in caplog.text
     rig.end_all()
-    assert rig.ask("ef", reading) == (0, MISS), "the read in flight counts for nothing"
+    assert rig.ask("ef", reading) == (0, MISS), "the result of the read in flight is ignored"
     for ctx in (running, rig.begin("abc")):
         assert rig.ask("abc", ctx) == (0, MISS)
         assert rig.manager.lookup_key(b"a", ctx) is MISS
@@ -294,7 +296,7 @@ def test_after_too_many_wrong_blocks_no_tier_is_read(
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_a_request_may_leave_out_only_shared_or_only_local_tiers(shared: bool) -> None:
+def test_a_request_may_exclude_only_shared_or_only_local_tiers(shared: bool) -> None:
     rig = Rig(capacity=16, immediate=False, shared=True)
     rig.below("ab", tier=0)
     rig.below("abc", tier=1)

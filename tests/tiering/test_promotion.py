@@ -16,7 +16,7 @@ def test_a_prefix_is_promoted_and_becomes_a_hit() -> None:
     rig.below("abc")
     ctx = rig.begin()
     assert rig.ask("abcd", ctx) == (0, RETRY)
-    assert rig.ask("abcd", ctx) == (0, RETRY), "asking again begins nothing new"
+    assert rig.ask("abcd", ctx) == (0, RETRY), "a repeated lookup begins no read"
     assert [text(job.keys) for job in rig.tier.jobs] == ["abc"]
     rig.end_all()
     assert rig.ask("abcd", ctx) == (3, MISS)
@@ -37,7 +37,7 @@ def test_a_hit_may_be_split_over_ram_and_tiers() -> None:
     rig.manager.poll()
     assert rig.ask("abcdef", ctx) == (5, MISS)
     rig.load("abcde", ctx)
-    assert rig.manager.hit_blocks == [2, 2, 1], "of two tiers that have a block the first one is read"
+    assert rig.manager.hit_blocks == [2, 2, 1], "a block in two tiers is read from the first tier"
 
 
 def test_two_requests_share_one_read() -> None:
@@ -89,7 +89,7 @@ def test_blocks_without_room_are_given_up() -> None:
     rig.end_all()
     assert rig.ask("cd", late) == (0, MISS)
     assert not rig.tier.jobs
-    assert rig.ask("cd", rig.begin()) == (0, RETRY), "another request asks anew"
+    assert rig.ask("cd", rig.begin()) == (0, RETRY), "another request tries again"
 
 
 def test_blocks_before_an_unreadable_block_are_hits() -> None:
@@ -108,7 +108,7 @@ def test_blocks_before_an_unreadable_block_are_hits() -> None:
 def test_an_exception_of_submit_read_is_a_miss_and_keeps_no_slot(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """One of two tiers that share a prefix begins to read."""
+    """Two tiers share a prefix; one begins to read, the other raises."""
     rig = Rig(tiers=2, immediate=False)
     rig.below("ab", 0)
     rig.below("cd", 1)
@@ -117,7 +117,7 @@ def test_an_exception_of_submit_read_is_a_miss_and_keeps_no_slot(
     assert rig.ask("abcd", ctx) == (0, RETRY)
     assert rig.manager.stats().writing == 2, "the share of the other tier"
     rig.end_all()
-    assert rig.ask("abcd", ctx) == (2, MISS), "and is not asked for again"
+    assert rig.ask("abcd", ctx) == (2, MISS), "the failed tier is not asked again"
     assert rig.manager.stats().writing == 0
     assert rig.manager.counts.lost == 2
     assert [stats.failed for stats in rig.manager.tier_stats()] == [0, 2]
@@ -126,7 +126,7 @@ def test_an_exception_of_submit_read_is_a_miss_and_keeps_no_slot(
     rig.load("ab", ctx)
     rig.manager.finish_request(ctx)
     later = rig.begin()
-    assert rig.ask("cd", later) == (0, RETRY), "another request asks anew"
+    assert rig.ask("cd", later) == (0, RETRY), "another request tries again"
     rig.end_all()
     assert rig.ask("cd", later) == (2, HIT)
 
@@ -154,9 +154,9 @@ def test_an_exception_of_submit_write_pins_nothing_and_spares_the_other_tiers(
     assert rig.manager.stats().evictable == 4
     assert text([*rig.tiers[1].blocks]) == "abcd"
     assert "t0: 4 blocks were not written: OSError: out of order" in caplog.text
-    # At the end of the request they were offered again.
+    # At the end of the request the blocks were offered again.
     assert rig.manager.tier_stats()[0].failed == 8
-    assert rig.tiers[0].used == [keys("abcd")], "it hears of the request"
+    assert rig.tiers[0].used == [keys("abcd")], "the request is reported to the tier"
     del rig.tiers[0].submit_write  # type: ignore[misc]
     rig.store("e")
     assert text([*rig.tiers[0].blocks]) == "e"
@@ -242,14 +242,14 @@ def test_blocks_of_a_queued_request_are_read_ahead() -> None:
     rig = Rig(capacity=8, immediate=False)
     rig.below("abcd")
     ctx = expect(rig, "ab")
-    assert not rig.tier.jobs, "in the next step"
+    assert not rig.tier.jobs, "reads begin in the next step"
     assert rig.manager.poll()
     rig.end_all()
     assert rig.manager.counts.read_ahead == 2
     assert rig.ask("ab", ctx) == (2, HIT), "without waiting"
     rig.manager.withdraw(ctx)
     rig.load("ab", ctx)
-    assert rig.manager.hit_blocks == [0, 2], "from the tier, though it was ready"
+    assert rig.manager.hit_blocks == [0, 2], "they count as hits of the tier, although they were ready in RAM"
     assert not rig.manager.poll()
 
 
@@ -276,7 +276,7 @@ def test_nothing_is_read_ahead_during_another_read() -> None:
     rig.manager.withdraw(waiting)
     rig.end_all()
     rig.manager.poll()
-    assert not rig.tier.jobs, "it waits no more"
+    assert not rig.tier.jobs, "the request no longer waits"
     assert rig.manager.counts.read_ahead == 0
 
 
@@ -288,7 +288,7 @@ def test_blocks_without_room_for_reading_ahead_are_not_given_up() -> None:
     assert [text(job.keys) for job in rig.tier.jobs] == ["a"], "a quarter of RAM"
     rig.end_all()
     assert (rig.manager.counts.no_room, rig.manager.counts.read_ahead) == (0, 1)
-    assert rig.ask("abcd", ctx) == (1, RETRY), "and half of it for one that is served"
+    assert rig.ask("abcd", ctx) == (1, RETRY), "half of RAM for a request that is served"
 
 
 def test_a_read_ahead_that_fails_is_a_miss() -> None:

@@ -111,7 +111,7 @@ def test_impossible_quotas_are_refused() -> None:
 
 
 def owned_by(tenant: list[str], disk: Disk, quotas: dict[str, Quota]) -> None:
-    """Set quotas; blocks belong to the tenant that `tenant` names at the time."""
+    """Set quotas; new blocks belong to the tenant that `tenant` names at that time."""
     disk.tier.set_tenants(quotas, lambda keys: tenant[0])
 
 
@@ -139,12 +139,12 @@ def test_after_a_restart_a_block_belongs_to_the_tenant_that_loads_it(tmp_path: P
         disk.write([number])
         disk.audit()
     assert disk.here([0, 1, 2]) == [0, 1, 2], "below the minimum of a"
-    assert disk.here(range(3, size)) == [], "blocks without an owner leave first"
+    assert disk.here(range(3, size)) == [], "blocks without an owner are evicted first"
     assert counts(disk) == {"a": 3, "b": size - 3, "other": 0}
     disk.tier.close()
 
 
-def test_a_cleared_disk_holds_nothing_of_anyone(tmp_path: Path) -> None:
+def test_a_cleared_disk_has_no_owners(tmp_path: Path) -> None:
     disk = Disk(tmp_path, 8)
     owned_by(["a"], disk, {"a": Quota(4)})
     disk.write([1, 2, 3])
