@@ -30,14 +30,14 @@ for name, max_examples in EXAMPLES.items():
         name,
         max_examples=max_examples,
         print_blob=True,
-        # Both of these say that a machine is busy, not that a program is wrong.
+        # Both checks report a busy machine, not a wrong program.
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow],
     )
 settings.load_profile("dev")
 
 MADE_UP = Path(__file__).parent / "data" / "made_up.jsonl.xz"
-"""A small trace in the repository, so that tests of recordings run everywhere."""
+"""A small trace in the repository, with which tests of recordings run everywhere."""
 
 RECORDINGS = {
     "conversation_first60": "mooncake_conversation/conversation_first60.jsonl",
@@ -52,8 +52,8 @@ LONG = {"agentic_12h", "agentic_3h", "P3", "OLTP"}
 
 def recordings_root() -> Path:
     """Return the directory of recorded traces, ``$KVOFFLOAD_TRACES`` or ``../shared/traces``."""
-    beside = Path(__file__).resolve().parents[2] / "shared" / "traces"
-    return Path(os.environ.get("KVOFFLOAD_TRACES", beside))
+    default = Path(__file__).resolve().parents[2] / "shared" / "traces"
+    return Path(os.environ.get("KVOFFLOAD_TRACES", default))
 
 
 @pytest.fixture(scope="session")
@@ -87,7 +87,7 @@ def scheduler() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def recorded_trace_path() -> Callable[[str], Path]:
-    """A function from a recording's name to its file; it skips the test if there is none."""
+    """A function from a recording's name to its file; it skips the test if the file is missing."""
 
     def find(name: str) -> Path:
         if name == "made_up":
@@ -100,7 +100,7 @@ def recorded_trace_path() -> Callable[[str], Path]:
     return find
 
 
-# Without vLLM the name is that of the directory tests/vllm, a package without an origin.
+# Without vLLM the name `vllm` finds the directory tests/vllm, a package without an origin.
 HAS_VLLM, HAS_SGLANG, HAS_LMCACHE = (
     getattr(importlib.util.find_spec(engine), "origin", None) is not None
     for engine in ("vllm", "sglang", "lmcache")
@@ -128,7 +128,7 @@ MISSING = {
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print one line that says what this machine lacks, with the number of tests skipped for it."""
+    """Print one line with everything that this machine lacks, and the number of tests skipped for it."""
     counts: Counter[str] = Counter()
     for report in terminalreporter.stats.get("skipped", ()):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
@@ -160,7 +160,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep the garbage collector from visiting thousands of tests again and again."""
+    """Freeze thousands of tests, so that the garbage collector does not visit them repeatedly."""
     gc.collect()
     gc.freeze()
 
@@ -173,17 +173,18 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before the workers start: compile all kernels and all test files, each once."""
+    """Compile all kernels and test files once, before the workers start."""
     if not getattr(config.option, "numprocesses", None) or hasattr(config, "workerinput"):
         return  # one process compiles what its tests need
     rooms = ("admission", "core", "node", "policies", "replay", "structures", "tiers", "transfer")
     modules = [
-        found.name
+        module.name
         for room in rooms
-        for found in pkgutil.walk_packages([f"{kvoffload.__path__[0]}/{room}"], f"kvoffload.{room}.")
+        for module in pkgutil.walk_packages([f"{kvoffload.__path__[0]}/{room}"], f"kvoffload.{room}.")
     ]
-    # An import compiles nothing. What cannot be imported is told by the tests that need it. Policies take
-    # half of the time. They share few helpers with other kernels; each process compiles helpers for itself.
+    # Imports compile nothing; tests report modules that cannot be imported. One process compiles the
+    # policies, which take half of the time and share few helpers with other kernels. Each process compiles
+    # the helpers that it needs.
     code = f"""
 import {", ".join(modules)}, kvoffload.testing.audit
 from kvoffload.structures.jit import _WAITING

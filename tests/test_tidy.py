@@ -1,4 +1,4 @@
-"""The architecture, held by a test: which room imports which, what is public, how long files are."""
+"""The architecture as tests: imports between rooms, public names, lengths of functions, docstrings."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ MAY_IMPORT = {
         *("traces", "tiers", "core", "structures", "settings", "text", "errors", "_version"),
     },
 }
-"""Room -> rooms that it may import, besides itself: from the ground to the roof, so that no arrow goes up."""
+"""Room -> other rooms that it may import, from the lowest to the highest room."""
 
 FORBIDDEN_IN_CONTROL_PLANE = {"torch", "vllm", "threading", "asyncio", "time", "os"}
 NUMBA_ONLY_IN = {
@@ -104,7 +104,7 @@ NUMBA_ONLY_IN = {
 }
 CONTROL_PLANE = {"structures", "core", "policies", "admission"}
 MAX_LINES_OF_A_FUNCTION, MAX_PARAMETERS, MAX_PARAMETERS_IN_CONTROL_PLANE = 60, 8, 7
-"""Of functions; of those that are not kernels; of every one. Parameters by keyword do not count."""
+"""Limits of functions; the second excludes kernels and commands. Keyword parameters do not count."""
 
 
 @functools.cache
@@ -114,14 +114,14 @@ def parsed(path: Path) -> ast.Module:
 
 @functools.cache
 def imports_of(path: Path) -> set[str]:
-    """Modules that a file imports, dotted."""
-    found: set[str] = set()
+    """Return the dotted names of the modules that a file imports."""
+    names: set[str] = set()
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
 
 
 def room_of(path: Path) -> str:
@@ -132,38 +132,38 @@ def sources() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
-def test_the_law_has_no_arrow_up() -> None:
+def test_rooms_import_only_lower_rooms_by_rule() -> None:
     below: set[str] = set()
     for room, allowed in MAY_IMPORT.items():
         assert allowed <= below, room
         below.add(room)
 
 
-def test_rooms_import_what_is_below_them() -> None:
+def test_rooms_import_only_allowed_rooms() -> None:
     wrong = []
     for path in sources():
         room = room_of(path)
         if room == "__init__":
-            continue  # the package itself names what is public, wherever it is
+            continue  # the package itself imports public names from every room
         rooms = {module.split(".")[1] for module in imports_of(path) if module.startswith("kvoffload.")}
         forbidden = (rooms & set(MAY_IMPORT)) - MAY_IMPORT[room] - {room}
         wrong += [f"{path.relative_to(PACKAGE)}: {other}" for other in forbidden]
     assert not wrong
 
 
-def test_no_module_imports_in_a_circle() -> None:
+def test_no_import_cycle() -> None:
     names = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in sources()}
     graph = {name: imports_of(path) & set(names) - {name} for name, path in names.items()}
     graphlib.TopologicalSorter(graph).prepare()
 
 
 def test_no_test_imports_another_test_file() -> None:
-    """What tests share is in tests/support or in a conftest.py, also for programs in strings."""
+    """Tests, and programs in their strings, share code only through tests/support and conftest.py files."""
     line = re.compile(r"^\s*(?:from|import)\s.*\btest_\w+", re.MULTILINE)
     assert not {
-        f"{path.relative_to(ROOT)}: {found}"
+        f"{path.relative_to(ROOT)}: {statement}"
         for path in (ROOT / "tests").rglob("*.py")
-        for found in line.findall(path.read_text())
+        for statement in line.findall(path.read_text())
     }
 
 
@@ -171,7 +171,7 @@ def test_every_room_has_a_rule() -> None:
     assert {room_of(path) for path in sources()} - {"__init__"} == set(MAY_IMPORT)
 
 
-def test_the_control_plane_knows_no_world() -> None:
+def test_the_control_plane_does_no_io() -> None:
     wrong = [
         f"{path.relative_to(PACKAGE)} imports {module}"
         for path in sources()
@@ -201,7 +201,7 @@ def test_only_copies_and_transformers_know_torch() -> None:
 
 
 def test_only_tiers_that_machines_share_know_the_network() -> None:
-    """And each kind of medium stands alone: neither a disk nor a server knows of the other."""
+    """In addition, no kind of medium imports another kind."""
     knowing = {
         str(path.relative_to(PACKAGE))
         for path in sources()
@@ -231,12 +231,12 @@ def test_only_integrations_know_engines() -> None:
     engines = {"vllm", "transformers"}
     knowing = {path for path in sources() if {m.split(".")[0] for m in imports_of(path)} & engines}
     assert {room_of(path) for path in knowing} <= {"integrations"}
-    # The command line checks flags where vLLM is not installed.
+    # The command line checks flags without vLLM.
     assert not {"options.py", "versions.py"} & {path.name for path in knowing}
 
 
 def test_no_class_overrides_a_private_method_of_another() -> None:
-    """A method that subclasses redefine is a seam: it has a public name and a docstring."""
+    """A method that subclasses redefine needs a public name and a docstring."""
     bases, own, aliases = {}, {}, {}
     for path in sources():
         module, tree = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts), parsed(path)
@@ -248,35 +248,38 @@ def test_no_class_overrides_a_private_method_of_another() -> None:
                 bases[f"{module}.{node.name}"] = [f"{module}.{ast.unparse(base)}" for base in classes]
                 own[f"{module}.{node.name}"] = {
                     name
-                    for part in node.body
-                    for name in [getattr(part, "name", ""), *map(ast.unparse, getattr(part, "targets", []))]
+                    for statement in node.body
+                    for name in [
+                        getattr(statement, "name", ""),
+                        *map(ast.unparse, getattr(statement, "targets", [])),
+                    ]
                     if name.startswith("_") and not name.startswith("__")
                 }
 
     def inherited(name: str) -> set[str]:
-        found = set()
+        methods = set()
         for base in bases[name]:
             base = aliases.get(base, base)
-            found |= own[base] | inherited(base) if base in own else set()
-        return found
+            methods |= own[base] | inherited(base) if base in own else set()
+        return methods
 
     assert len(own) > 300
     assert not {name: both for name in own if (both := own[name] & inherited(name))}
 
 
-def test_functions_are_read_at_once() -> None:
+def test_functions_are_short() -> None:
     wrong = []
     for path in sources():
         for node in ast.walk(parsed(path)):
             if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 continue
             name = f"{path.relative_to(PACKAGE)}: {node.name}"
-            body = [one for one in node.body if not isinstance(getattr(one, "value", None), ast.Constant)]
+            body = [item for item in node.body if not isinstance(getattr(item, "value", None), ast.Constant)]
             lines = (node.end_lineno or 0) - (body or node.body)[0].lineno + 1
             if lines > MAX_LINES_OF_A_FUNCTION:
                 wrong.append(f"{name} has {lines} lines")
             marks = {ast.unparse(mark).split("(")[0] for mark in node.decorator_list}
-            count = len([one for one in node.args.args if one.arg not in ("self", "cls")])
+            count = len([item for item in node.args.args if item.arg not in ("self", "cls")])
             is_exempt = marks & {"kernel", "long_kernel", "inline", "click.command"}
             limit = MAX_PARAMETERS if not is_exempt else count
             if room_of(path) in CONTROL_PLANE:
@@ -304,7 +307,7 @@ def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
 
 def test_no_unfinished_work() -> None:
     words = ("TO" + "DO", "FIX" + "ME", "NotImplemented" + "Error", "XX" + "X")
-    found = [
+    marks = [
         f"{path.relative_to(ROOT)}: {word}"
         for path in [
             *sources(),
@@ -315,25 +318,25 @@ def test_no_unfinished_work() -> None:
         for word in words
         if word in path.read_text()
     ]
-    assert not found
+    assert not marks
 
 
 def test_public_names_exist_and_are_documented() -> None:
     assert kvoffload.__all__ == sorted(kvoffload.__all__)
     assert set(kvoffload.__all__) == set(kvoffload._HOME)
     for name in kvoffload.__all__:
-        found = getattr(kvoffload, name)
+        value = getattr(kvoffload, name)
         if name != "OffloadKey":  # an alias of bytes
-            assert found.__doc__, name
+            assert value.__doc__, name
 
 
 def test_public_classes_document_every_public_method() -> None:
     missing = []
     for name in kvoffload.__all__:
-        found = getattr(kvoffload, name)
-        if isinstance(found, type) and found.__module__.startswith("kvoffload"):
-            for attribute, value in vars(found).items():
-                inherited = any(getattr(base, attribute, None) for base in found.__mro__[1:])
+        cls = getattr(kvoffload, name)
+        if isinstance(cls, type) and cls.__module__.startswith("kvoffload"):
+            for attribute, value in vars(cls).items():
+                inherited = any(getattr(base, attribute, None) for base in cls.__mro__[1:])
                 if callable(value) and not attribute.startswith("_") and not value.__doc__ and not inherited:
                     missing.append(f"{name}.{attribute}")
     assert not missing
@@ -345,16 +348,16 @@ def test_import_is_free_of_heavy_modules() -> None:
     assert done.stdout.strip() == "set()"
 
 
-def test_nothing_of_this_machine_is_in_the_tree() -> None:
+def test_no_path_of_this_machine_is_in_the_tree() -> None:
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if tracked.returncode:
         return  # an unpacked archive has no list of files
     home = "/" + "work" + "/"
-    found = []
+    names_found = []
     for name in tracked.stdout.split():
         path = ROOT / name
         if path.is_file() and path.suffix in {".py", ".md", ".toml", ".sh", ""} and path.name != "LICENSE":
             text = path.read_text(errors="ignore")
             if home in text or "index" + "-url" in text:
-                found.append(name)
-    assert not found
+                names_found.append(name)
+    assert not names_found

@@ -1,4 +1,4 @@
-"""docs/operations.md says of each alarm what the rule says."""
+"""docs/operations.md describes each alarm with the texts of its rule, and its examples run."""
 
 from __future__ import annotations
 

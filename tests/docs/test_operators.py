@@ -1,4 +1,4 @@
-"""What an operator copies: sizes, flags, manifests and a unit agree with each other and with the commands."""
+"""Sizes, flags, manifests and a systemd unit in the docs agree with each other and with the commands."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
 
 
 def bytes_of(quantity: str) -> int:
-    """Bytes of a size as Kubernetes or Docker write it: ``72Gi``, ``72g``."""
+    """Parse a size of Kubernetes or Docker, such as ``72Gi`` or ``72g``; returns bytes."""
     return parse_size("size", quantity.upper())
 
 
 def flag_in(arguments: list[str]) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
-    return found
+    flag: dict[str, Any] = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
+    return flag
 
 
 def printed_by(file: str) -> dict[str, Any]:
-    """What the command in the head of a file prints."""
+    """Run the command in the head of a file; return its JSON output."""
     (command,) = re.findall(r"^# +kvoffload (vllm-config .*)$", (EXAMPLES / file).read_text(), re.M)
     done = kvoffload(*shlex.split(command))
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    printed: dict[str, Any] = json.loads(done.stdout)
+    return printed
 
 
 def options_in(flag: dict[str, Any]) -> VLLMOptions:
     return parse_options(flag["kv_connector_extra_config"])
 
 
-def test_the_table_of_ram_is_the_tools() -> None:
+def test_the_table_of_ram_equals_the_tools_output() -> None:
     done = subprocess.run([sys.executable, ROOT / "tools" / "ram_table.py"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout in (ROOT / "docs" / "start-vllm.md").read_text()
@@ -106,8 +106,8 @@ def test_kubernetes_objects_fit_the_schemas() -> None:
 )
 def test_the_schemas_find_mistakes(path: tuple[str | int, ...], value: object) -> None:
     engine = at = kubernetes_objects()[1]
-    for part in path[:-1]:
-        at = at[part]
+    for step in path[:-1]:
+        at = at[step]
     at[path[-1]] = value
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(engine, KUBERNETES, strict=True)
@@ -139,7 +139,7 @@ MODEL = _fields(
 HELM = _fields(servingEngineSpec=_fields(modelSpec={"type": "array", "items": MODEL}))
 """Names and types of the values that the example uses, as in the schema of vllm-stack 0.1.12.
 
-The chart's own schema is no package, and it allows unknown names, so it finds no typing errors.
+The chart's own schema is in no package and allows unknown names, so it does not find misspelt names.
 """
 
 
@@ -174,7 +174,7 @@ def test_helm_has_room_for_the_pool() -> None:
     assert model["vllmConfig"]["tensorParallelSize"] >= 1
 
 
-def test_the_unit_starts_with_a_flag_that_is_possible() -> None:
+def test_the_unit_starts_with_a_valid_flag() -> None:
     unit = configparser.ConfigParser(strict=True, interpolation=None)
     unit.optionxform = str  # type: ignore[assignment,method-assign]
     unit.read_string(UNIT.replace("\\\n", " "))
@@ -200,7 +200,7 @@ def test_containers_get_room_for_the_pool() -> None:
     assert started >= 2
 
 
-def test_every_flag_of_a_page_is_possible() -> None:
+def test_every_flag_of_a_page_is_valid() -> None:
     commands = set[str]()
     for page in PAGES:
         text = page.read_text().replace("\\\n", " ")
@@ -212,7 +212,7 @@ def test_every_flag_of_a_page_is_possible() -> None:
         assert done.returncode == 0, f"{command}: {done.stderr}"
 
 
-def test_the_version_of_vllm_is_the_one_that_ci_runs() -> None:
+def test_the_version_of_vllm_equals_cis() -> None:
     (version,) = re.findall(r"^VLLM \?= (.*)$", (ROOT / "Makefile").read_text(), re.M)
     page = (ROOT / "docs" / "start-vllm.md").read_text()
     assert set(re.findall(r"pip install vllm==([\d.]+)", page)) == {version}
@@ -221,7 +221,7 @@ def test_the_version_of_vllm_is_the_one_that_ci_runs() -> None:
 
 NEEDS = {"--report": "report", ".parquet": "parquet", "s3://": "s3", "--scheduler": "dask",
          "--tokenizer": "tokenizers", "--from kv-events:tcp": "zmq"}  # fmt: skip
-"""What in a command needs an extra."""
+"""Words of a command -> the extra that they need."""
 
 
 @pytest.mark.parametrize("page", [path for path in PAGES if path.name in ("README.md", "start-planner.md")],
@@ -244,15 +244,15 @@ def test_the_readme_has_the_numbers_of_its_sources() -> None:
         (ROOT / name).read_text() for name in ("README.md", "docs/start-planner.md", "docs/performance.md")
     )
     (sentence,) = re.findall(r"It prints `(Buy [^`]*)`", readme)
-    # The page prints that sentence with the sources of the saving behind it; a slow test runs it.
+    # The page continues this sentence with the sources of the saving; a slow test runs the command.
     assert sentence.rstrip(")") in " ".join(planner.split())
     (row,) = re.findall(r"^\| CPU time of the control plane .*", readme, re.M)
-    ours = re.findall(r"(LRU|ARC) ([\d.]+) and ([\d.]+) µs", row)
+    times_us = re.findall(r"(LRU|ARC) ([\d.]+) and ([\d.]+) µs", row)
     ratios = re.findall(r"(LRU|ARC) ([\d.]+) (?:times )?and ([\d.]+) times", row.replace(" as much", ""))
-    assert [policy for policy, *_ in ours] == [policy for policy, *_ in ratios] == ["LRU", "ARC"]
+    assert [policy for policy, *_ in times_us] == [policy for policy, *_ in ratios] == ["LRU", "ARC"]
     for blocks, number in (("1", 1), ("1,024", 2)):
         cells = re.findall(rf"^\| {blocks} \| (.*) \|$", performance, re.M)[0]
-        for (_, *times), (_, *factors), cell in zip(ours, ratios, cells.split(" | "), strict=False):
+        for (_, *times), (_, *factors), cell in zip(times_us, ratios, cells.split(" | "), strict=False):
             measured, factor = re.fullmatch(r"([\d.]+) \(([\d.]+)x\)", cell).groups()  # type: ignore[union-attr]
             assert factor == factors[number - 1]
             assert f"{float(measured):.3g}" == f"{float(times[number - 1]):.3g}"

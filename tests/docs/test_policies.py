@@ -1,4 +1,4 @@
-"""docs/policies.md: every policy and rule has its section and picture, and the tables are the sweep's."""
+"""docs/policies.md has a section and picture for every policy and rule, and tables made from the sweep."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HEADER = (
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    """bench/tables.py, which is no part of the package."""
+    """The module bench/tables.py, which is not in the package."""
     sys.path.insert(0, str(ROOT / "bench"))
     try:
         spec = importlib.util.spec_from_file_location("tables", ROOT / "bench" / "tables.py")
@@ -44,8 +44,8 @@ def bench() -> ModuleType:
 
 @pytest.mark.parametrize("policy", BUILTIN)
 def test_every_policy_has_a_section_and_its_picture(policy: str) -> None:
-    _, found, section = DOCUMENT.partition(f"\n### `{policy}`\n")
-    assert found, f"no section for {policy}"
+    _, heading, section = DOCUMENT.partition(f"\n### `{policy}`\n")
+    assert heading, f"no section for {policy}"
     section = re.split(r"\n##+ ", section)[0]
     picture = f"images/policy-{policy}.svg"
     assert picture in section
@@ -68,7 +68,7 @@ def test_every_picture_exists_is_small_and_has_no_fonts() -> None:
         assert b"font-face" not in path.read_bytes(), picture
 
 
-def test_the_tables_are_those_of_the_committed_sweep(bench: ModuleType) -> None:
+def test_the_tables_equal_the_committed_sweep(bench: ModuleType) -> None:
     if not SWEEP.exists():
         pytest.skip("docs/data/sweep.csv is not committed: no sweep to compare docs/policies.md with")
     expected = bench.put_all(DOCUMENT, bench.read_rows(SWEEP))
@@ -80,7 +80,7 @@ def rows_of(bench: ModuleType, path: Path, *lines: str) -> object:
     return bench.read_rows(path)
 
 
-def test_a_cell_says_hits_writes_and_the_share_of_the_gap(bench: ModuleType, tmp_path: Path) -> None:
+def test_a_cell_shows_hits_writes_and_the_share_of_the_gap(bench: ModuleType, tmp_path: Path) -> None:
     rows = rows_of(
         bench,
         tmp_path / "sweep.csv",

@@ -1,4 +1,4 @@
-"""What a newcomer reads first: the code runs, and commands print the numbers that the pages show."""
+"""Start pages: their code runs, and their commands print the numbers that the pages show."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SHOWN = re.compile(r"```\n\$ kvoffload (.*)\n((?:.*\n)*?)```")
 
 
 def numbers(text: str) -> str:
-    """The numbers of a text in their order; layout and wording are for people, and may change."""
+    """Return the numbers of a text in their order; layout and wording may change."""
     return " ".join(["", *re.findall(r"\d[\d.,]*\d|\d", text), ""])
 
 
@@ -33,15 +33,15 @@ def commands() -> list[tuple[str, str]]:
     return [shown for page in PAGES for shown in _SHOWN.findall((ROOT / "docs" / page).read_text())]
 
 
-def printed(document: str, *more: int) -> tuple[str, str]:
-    """The output of the first example in a document, and the document.
+def printed(document: str, *others: int) -> tuple[str, str]:
+    """Run the first example of a document; return its output, and the document.
 
-    `more`: numbers of further examples to run afterwards, with the names of the first.
+    `others`: numbers of further examples to run afterwards, in the namespace of the first.
     """
     text, names = (ROOT / document).read_text(), dict[str, object]()
     examples = re.findall(r"```python\n(.*?)```", text, re.S)
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        for number in (0, *more):
+        for number in (0, *others):
             exec(examples[number], names)
     return out.getvalue(), text
 

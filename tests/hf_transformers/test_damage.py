@@ -1,4 +1,4 @@
-"""bench/integrity.py with `PrefixCache.generate`: damaged KV changes no answer; a blind reader is caught."""
+"""bench/integrity.py with `PrefixCache.generate`: damaged KV changes no answer; a blind reader fails."""
 
 from __future__ import annotations
 

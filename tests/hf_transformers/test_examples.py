@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a model with its tokenizer."""
+    """Directory of a model with its tokenizer."""
     words = ["<pad>", "<s>", *(f"w{number}" for number in range(2, 97))]
     plain = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, "w96"))
     plain.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -39,14 +39,14 @@ def test_the_chat_is_warm_after_a_restart(
 ) -> None:
     question = " ".join(f"w{number}" for number in range(2, 60))
     monkeypatch.setattr(sys, "argv", ["chat", str(saved), f"disk:{tmp_path}:64MiB"])
-    found = []
+    cached_tokens = []
     for _ in range(2):
         monkeypatch.setattr(sys, "stdin", io.StringIO(f"{question}\n{question}\n"))
         runpy.run_path(str(ROOT / "examples" / "chat_transformers.py"), run_name="__main__")
-        found.append([int(n) for n in re.findall(r"\[(\d+) of \d+ tokens", capsys.readouterr().out)])
-    assert found[0][0] == 0
-    assert found[0][1] >= 48, "the second turn continues the first"
-    assert found[1][0] == 48, "the first turn is known after a restart"
+        cached_tokens.append([int(n) for n in re.findall(r"\[(\d+) of \d+ tokens", capsys.readouterr().out)])
+    assert cached_tokens[0][0] == 0
+    assert cached_tokens[0][1] >= 48, "the second turn continues the first"
+    assert cached_tokens[1][0] == 48, "the first turn is known after a restart"
 
 
 def test_the_code_of_the_page_runs(saved: Path, tmp_path: Path) -> None:

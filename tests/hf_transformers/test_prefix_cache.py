@@ -66,12 +66,12 @@ def forward_passes(model: Any) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_ten_turns_have_the_tokens_of_the_model_alone(name: str) -> None:
-    """Longer than the sliding windows. Each turn loads all whole blocks of the turn before."""
+    """The chat exceeds the sliding windows. Each turn loads all whole blocks of the previous turn."""
     model, text = model_of(name), tokens(1, 9)
     with opened(model) as cache:
         prefix, before, known = PrefixCache(model, cache), 0, 0
         for turn in range(10):
-            mask = torch.ones_like(text)  # an answer may contain the token of padding
+            mask = torch.ones_like(text)  # an answer may contain the padding token
             expected = model.generate(text, attention_mask=mask, **GREEDY)
             assert torch.equal(prefix.generate(text, attention_mask=mask, **GREEDY), expected)
             hit = loaded(cache) - before
@@ -125,19 +125,19 @@ def test_batches_with_different_prefixes_and_padding(name: str) -> None:
 
 
 def test_a_batch_with_padding_serves_its_prompts_without_padding() -> None:
-    """`generate` computes KV at positions that do not count padding."""
+    """`generate` computes KV at positions without padding."""
     model, rows = model_of("llama"), [tokens(30, seed=1), tokens(17, seed=2)]
     with opened(model) as cache:
         prefix = PrefixCache(model, cache)
         prefix.generate(**left_padded(rows), **GREEDY)
         with prefix.begin(rows[1][None]) as batch:
             assert batch.num_cached == 16
-            found = logits(model, rows[1][None], batch.cache, 16)
-            assert torch.allclose(found, logits(model, rows[1][None])[:, 16:], atol=1e-4)
+            cached_logits = logits(model, rows[1][None], batch.cache, 16)
+            assert torch.allclose(cached_logits, logits(model, rows[1][None])[:, 16:], atol=1e-4)
 
 
 def test_models_that_count_padding_share_kv_only_with_equal_padding() -> None:
-    """Bart takes no ``position_ids``: its positions are columns, with the padding."""
+    """Bart takes no ``position_ids``: its positions are columns, including padding."""
     model, rows = model_of("bart", decoder_layers=3), [tokens(30, seed=1), tokens(17, seed=2)]
     batch = left_padded(rows)
     with opened(model) as cache:
@@ -151,7 +151,7 @@ def test_models_that_count_padding_share_kv_only_with_equal_padding() -> None:
 
 
 def test_own_loops_have_no_padding() -> None:
-    """A model alone counts columns of padding as positions, and rotates keys by them."""
+    """Without `generate`, a model counts columns of padding as positions, and rotates keys accordingly."""
     model, rows = model_of("llama"), [tokens(30, seed=1), tokens(17, seed=2)]
     with opened(model) as cache:
         prefix, prompt = PrefixCache(model, cache), rows[1][None]
@@ -180,8 +180,8 @@ def test_a_second_store_continues_the_first() -> None:
         for row, columns in ((full, 19), (never_computed, 12)):
             with prefix.begin(row) as batch:
                 assert batch.num_cached == columns
-                found = logits(model, row, batch.cache, columns)
-                assert torch.allclose(found, logits(model, row)[:, columns:], atol=1e-4)
+                cached_logits = logits(model, row, batch.cache, columns)
+                assert torch.allclose(cached_logits, logits(model, row)[:, columns:], atol=1e-4)
 
 
 def test_several_answers_and_beams() -> None:
@@ -197,9 +197,9 @@ def test_several_answers_and_beams() -> None:
                 torch.manual_seed(3)
                 expected = model.generate(text, **options)
                 torch.manual_seed(3)
-                found = prefix.generate(text, **options)
-                assert torch.equal(found, expected), options
-        for row in found:  # the answers were stored under their own tokens
+                answers = prefix.generate(text, **options)
+                assert torch.equal(answers, expected), options
+        for row in answers:  # the answers were stored under their own tokens
             with prefix.begin(row[None]) as batch:
                 assert batch.num_cached == 28
                 assert torch.allclose(
@@ -207,7 +207,7 @@ def test_several_answers_and_beams() -> None:
                 )
 
 
-def test_arguments_and_results_are_those_of_generate() -> None:
+def test_arguments_and_results_equal_generate() -> None:
     model, text = model_of("llama"), tokens(1, 12)
     config = GenerationConfig(
         max_new_tokens=4, do_sample=False, return_dict_in_generate=True, output_scores=True
@@ -215,15 +215,15 @@ def test_arguments_and_results_are_those_of_generate() -> None:
     with opened(model) as cache:
         prefix = PrefixCache(model, cache)
         for _ in range(2):
-            expected, found = model.generate(text, config), prefix.generate(text, config)
-            assert torch.equal(found.sequences, expected.sequences)
-            for a, b in zip(found.scores, expected.scores, strict=True):
+            expected, result = model.generate(text, config), prefix.generate(text, config)
+            assert torch.equal(result.sequences, expected.sequences)
+            for a, b in zip(result.scores, expected.scores, strict=True):
                 assert torch.allclose(a, b, atol=1e-4)
         assert torch.equal(prefix.generate(inputs=text, **GREEDY), model.generate(inputs=text, **GREEDY))
         assert loaded(cache) == 24
 
 
-def test_stop_strings_take_a_tokenizer() -> None:
+def test_stop_strings_need_a_tokenizer() -> None:
     words = {f"w{number}": number for number in range(96)} | {"abcdef": 96}  # transformers tokenizes abcdef
     plain = Tokenizer(models.WordLevel(words, "w95"))
     model, text = model_of("llama"), tokens(1, 12)
@@ -265,7 +265,7 @@ def test_an_answer_is_returned_if_it_cannot_be_stored(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_shorter_types_load_the_stored_bytes(dtype: torch.dtype) -> None:
-    """Their logits round differently if fewer tokens are computed at once, so KV is compared, not tokens."""
+    """Compares KV, not tokens: logits round differently if fewer tokens are computed at once."""
     model = model_of("llama", seed=1, num_hidden_layers=2).to(dtype)
     text = tokens(1, 25)
     with opened(model) as cache, torch.no_grad():
@@ -483,7 +483,7 @@ def test_a_cache_of_another_layout_is_refused() -> None:
 
 
 def test_a_static_cache_is_no_dynamic_cache() -> None:
-    """The class that `kv_layout` accepts leaves out the others."""
+    """`kv_layout` accepts only the class of dynamic caches."""
     assert not isinstance(StaticCache(model_of("llama").config, max_cache_len=8), DynamicCache)
 
 

@@ -1,4 +1,4 @@
-"""Rope that depends on the length of the sequence is found by its behaviour, under any name."""
+"""A probe finds rope that depends on the length of the sequence, whatever its name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONGEST = 512
 
 
 class Stretched(LlamaRotaryEmbedding):
-    """Positions are divided in sequences longer than `limit`."""
+    """Rope that divides positions in sequences longer than `limit`."""
 
     limit = 10**9
 
@@ -28,7 +28,7 @@ class Stretched(LlamaRotaryEmbedding):
 
 
 class Remembering(LlamaRotaryEmbedding):
-    """As `Stretched`, from the first long sequence on, for later sequences too, but not for the first."""
+    """Rope that divides positions in all sequences after the first long one."""
 
     limit, seen = 10**9, False
 
@@ -39,7 +39,7 @@ class Remembering(LlamaRotaryEmbedding):
 
 
 class Angles(torch.nn.Module):
-    """As `Stretched`; neither its name nor its attributes tell that it is rope."""
+    """`Stretched` under a name and with attributes that do not reveal rope."""
 
     limit = 10**9
 
@@ -53,7 +53,7 @@ class Angles(torch.nn.Module):
 
 
 class ByLength(torch.nn.Module):
-    """Cosine and sine for a length, as in models of 2023, in place of positions."""
+    """Cosine and sine for a length instead of positions, as in models of 2023."""
 
     def __init__(self, limit: int) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def test_the_same_modules_without_a_change_are_accepted(rope: type[torch.nn.Modu
 
 
 def model_by_length(limit: int) -> Any:
-    """A model with a module that takes the length of the sequence as a number."""
+    """Return a model with a module that takes the length of the sequence as a number."""
     model = copy.deepcopy(model_of("llama"))
     by_length = ByLength(limit)
 
@@ -146,7 +146,7 @@ def test_types_that_do_not_depend_on_the_length_are_accepted(rope: dict[str, Any
 
 
 def test_positions_in_a_table_are_accepted() -> None:
-    """GPT-2 has no position beyond its table."""
+    """GPT-2 has no positions beyond its table."""
     kv_layout(model_of("gpt2", n_embd=32, n_layer=2, n_head=4, n_positions=64))
 
 
@@ -161,7 +161,7 @@ class Table(LlamaRotaryEmbedding):
 
 
 def test_a_table_that_ends_before_the_longest_sequence_is_refused() -> None:
-    """On a GPU such an index would end the process's use of the device."""
+    """On a GPU an index beyond the table would make the device unusable for the process."""
     with pytest.raises(ConfigError, match=f"its Table does not compute position {LONGEST - 1}"):
         kv_layout(model_with(Table, LONGEST - 1))
     kv_layout(model_with(Table, LONGEST))
@@ -176,7 +176,7 @@ def test_a_probe_leaves_the_model_as_it_was() -> None:
 
 
 class Wrapper(torch.nn.Module):
-    """A model that passes on all arguments, without their names."""
+    """A model that forwards all arguments, and hides their names."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ def test_a_wrapped_model_is_probed() -> None:
 
 
 def test_a_long_model_with_tables_is_probed_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model itself keeps the table that it makes."""
+    """The model keeps the table that the probe creates."""
     monkeypatch.setattr("kvoffload.integrations.transformers.rope.LONGEST_TABLE", LONGEST // 2)
     model = model_by_length(10**9)
     lengths: list[int] = []

@@ -1,4 +1,4 @@
-"""Options: one name and one grammar, from what is given, the environment and a file."""
+"""Options have one name and one grammar in arguments, the environment and a file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_what_is_given_wins_over_the_environment_and_that_over_the_file(
+def test_arguments_override_the_environment_and_the_environment_the_file(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVOFFLOAD_CONFIG", str(file))
@@ -74,7 +74,7 @@ def test_tiers_in_the_environment_are_a_text(monkeypatch: pytest.MonkeyPatch) ->
         (None, "config: '{path}' is invalid; it cannot be read (No such file or directory)"),
     ],
 )
-def test_a_file_that_cannot_be(tmp_path: Path, text: str | None, problem: str) -> None:
+def test_invalid_files_are_refused(tmp_path: Path, text: str | None, problem: str) -> None:
     path = tmp_path / "options.toml"
     if text is not None:
         path.write_text(text)
@@ -83,7 +83,9 @@ def test_a_file_that_cannot_be(tmp_path: Path, text: str | None, problem: str) -
     assert str(caught.value).startswith(problem.format(path=path))
 
 
-def test_commands_take_their_defaults_from_both(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_take_their_defaults_from_file_and_environment(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done = kvoffload("vllm-config", "--config", file, "--format", "json")
     assert done.returncode == 0, done.stderr
     extra = json.loads(done.stdout)["kv_connector_extra_config"]
@@ -98,7 +100,7 @@ def test_commands_take_their_defaults_from_both(file: Path, monkeypatch: pytest.
     assert json.loads(kvoffload(*arguments, "--policy", "fifo").stdout)["policy"] == "fifo"
 
 
-def test_every_problem_is_told_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     with pytest.raises(CombinedConfigError) as caught:
         read_options(
             VLLMOptions, {"polcy": 1, "verify": "allways", "tiers": ["disk:/x:5", {"type": "disk"}]}, "all"
@@ -113,7 +115,7 @@ def test_every_problem_is_told_at_once() -> None:
     assert "did you mean always?" in str(caught.value)
 
 
-def test_values_and_what_is_allowed() -> None:
+def test_invalid_values_are_refused_with_the_allowed_ones() -> None:
     assert convert("n", "3", int) == 3
     assert convert("n", "3", int | None) == 3
     with pytest.raises(ConfigError, match="n: 'three' is invalid; allowed: a whole number"):
@@ -122,7 +124,9 @@ def test_values_and_what_is_allowed() -> None:
     assert possible_values(bool) == "true, false"
 
 
-def test_what_belongs_together_comes_from_one_place(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_that_belong_together_come_from_one_layer(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KVOFFLOAD_ADMISSION", "tinylfu")
     assert parse_options({"ram": 1, "store_threshold": 2}).admission == "reuse:2"
     file.write_text("store_threshold = 3\nmax_tracker_size = 77\n")
@@ -133,13 +137,15 @@ def test_what_belongs_together_comes_from_one_place(file: Path, monkeypatch: pyt
     assert parse_options({"ram": 1, "policy": None}).policy == "arc"
 
 
-def test_what_vllm_reads_for_itself_is_refused_in_a_file(file: Path) -> None:
+def test_options_that_vllm_reads_itself_are_refused_in_a_file(file: Path) -> None:
     file.write_text("blocks_per_chunk = 4\n")
     with pytest.raises(ConfigError, match="config blocks_per_chunk: 4 is invalid"):
         parse_options({"ram": 1, "config": str(file)})
 
 
-def test_the_flag_has_what_file_and_environment_say(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_flag_has_the_options_of_file_and_environment(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file.write_text('verify = "always"\nprompt_only = false\n')
     monkeypatch.setenv("KVOFFLOAD_TIER_DEADLINE_S", "5")
     done = kvoffload("vllm-config", "--ram", "1GiB", "--config", file, "--format", "json")

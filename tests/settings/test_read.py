@@ -31,7 +31,7 @@ def test_size(text: str, size: int) -> None:
 @pytest.mark.parametrize(
     "text", ["", "64XiB", "-1", "GiB", "1e3", "64KiB more", 5000 * "9", 400 * "9" + ".5GiB"]
 )
-def test_size_that_cannot_be_understood(text: str) -> None:
+def test_invalid_size(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^block_bytes: "):
         parse_size("block_bytes", text)
 
@@ -79,7 +79,7 @@ def test_numbers_of_every_form(value: Any, kind: Any, converted: float) -> None:
 @pytest.mark.parametrize(
     "value", [True, 0, -1, -0.5, float("nan"), float("inf"), "five", "a\udcff", np.arange(2), [1], b"1"]
 )
-def test_numbers_that_cannot_be(value: Any, kind: Any) -> None:
+def test_invalid_numbers(value: Any, kind: Any) -> None:
     with pytest.raises(ConfigError, match=r"^x: .*allowed: "):
         convert("x", value, kind)
 

@@ -1,4 +1,4 @@
-"""How a class is found by what was typed: names, modules, files."""
+"""Lookup of classes by a typed text: names, modules, files."""
 
 from __future__ import annotations
 
@@ -55,22 +55,22 @@ def test_names_modules_and_classes() -> None:
 
 
 def test_an_alias_of_a_type_is_no_class(tmp_path: Path) -> None:
-    """To `isinstance` on Python 3.10 it is one."""
+    """`isinstance` on Python 3.10 considers it a class."""
     (tmp_path / "aliased.py").write_text(POLICY + "\nKeys = list[int]\n")
     assert "subclass" in refused(f"{tmp_path / 'aliased.py'}:Keys")
     assert POLICIES.find(f"{tmp_path / 'aliased.py'}:Mine").name == "mine"
 
 
 def test_a_class_in_a_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = POLICIES.find(f"{file}:Mine")
-    assert found.name == "mine"
+    cls = POLICIES.find(f"{file}:Mine")
+    assert cls.name == "mine"
     monkeypatch.chdir(file.parent)
-    assert POLICIES.find("mine.py:Mine") is POLICIES.find("./mine.py:Mine") is found
-    assert pickle.loads(pickle.dumps(found)) is found
+    assert POLICIES.find("mine.py:Mine") is POLICIES.find("./mine.py:Mine") is cls
+    assert pickle.loads(pickle.dumps(cls)) is cls
 
 
 def test_another_process_finds_it_by_the_same_text(file: Path) -> None:
-    """The module is called the same there, so what one process pickled the other one can read."""
+    """The module has the same name there, so one process can read the other's pickles."""
     pickled = pickle.dumps(POLICIES.find(f"{file}:Mine")).hex()
     code = (
         "import pickle\n"
@@ -104,14 +104,14 @@ def test_a_number_that_kernels_cannot_take_is_refused(name: str) -> None:
         registry.find(f"{name}={2**63}")
 
 
-def test_what_is_wrong_is_said(file: Path, tmp_path: Path) -> None:
+def test_errors_name_the_problem(file: Path, tmp_path: Path) -> None:
     assert refused(f"{file}x.py:Mine") == f"there is no file {file}x.py"
     assert refused(f"{file}:Yours") == f"{file} has no Yours; it has Mine"
     assert refused(f"{file}:Another") == "it must be a subclass of EvictionPolicy"
     assert refused(f"{tmp_path}:Mine").startswith("it cannot be imported: No module")
     assert refused("kvoffload.policies.lru:LRUU") == "kvoffload.policies.lru has no LRUU; it has LRU"
     assert refused("no.such.module:Mine").startswith("it cannot be imported: No module")
-    for file in ("hazard.policy", "_2q"):  # a module that is imported is no name
+    for file in ("hazard.policy", "_2q"):  # an imported module is not a name
         assert "module:Class, or path/to/file.py:Class" in refused(file)
     assert refused("lruu").endswith("module:Class, or path/to/file.py:Class (did you mean lru?)")
     assert "path/to/file.py:Class" in refused(f"{file}")
@@ -133,7 +133,7 @@ def test_a_file_that_cannot_be_run_is_forgotten(tmp_path: Path, text: str, messa
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         POLICIES.find(f"{path}:Mine")
-    path.write_text(POLICY)  # mended: the failure is not remembered
+    path.write_text(POLICY)  # repaired: the failure is not remembered
     assert POLICIES.find(f"{path}:Mine").name == "mine"
 
 
@@ -145,11 +145,11 @@ def test_a_broken_entry_point_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_parameters_are_annotated_attributes_with_defaults(file: Path) -> None:
-    found = POLICIES.find(f"{file}:Mine,share=0.25,rounds=7")
-    assert issubclass(found, POLICIES.find(f"{file}:Mine"))
-    assert (vars(found)["rounds"], vars(found)["share"], found.name) == (7, 0.25, "mine")
+    cls = POLICIES.find(f"{file}:Mine,share=0.25,rounds=7")
+    assert issubclass(cls, POLICIES.find(f"{file}:Mine"))
+    assert (vars(cls)["rounds"], vars(cls)["share"], cls.name) == (7, 0.25, "mine")
     listed = POLICIES.parameters(POLICIES.find(f"{file}:Mine"))
-    assert [(one.name, one.default, one.allowed) for one in listed] == [
+    assert [(parameter.name, parameter.default, parameter.allowed) for parameter in listed] == [
         ("rounds", 3, "a whole number"),
         ("share", 0.5, "a number"),
     ]
@@ -157,8 +157,8 @@ def test_parameters_are_annotated_attributes_with_defaults(file: Path) -> None:
 
 
 def test_the_first_parameter_may_follow_a_name() -> None:
-    found = ADMISSIONS.find("reuse:3,max_tracker_size=10")
-    rule = found.for_cache(key_bytes=8, capacity_blocks=4)
+    cls = ADMISSIONS.find("reuse:3,max_tracker_size=10")
+    rule = cls.for_cache(key_bytes=8, capacity_blocks=4)
     assert isinstance(rule, ReuseAdmission)
     assert (rule.store_threshold, rule.max_tracker_size) == (3, 10)
     assert create_admission("reuse:1", 8, 4) is create_admission("all", 8, 4) is None
@@ -189,7 +189,7 @@ def test_wrong_parameters(text: str, problem: str) -> None:
 
 
 def test_a_new_file_is_a_new_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One file in the room, nothing else: there is no list to add it to."""
+    """A file in the room suffices: there is no list of policies to edit."""
     monkeypatch.setattr(policies, "__path__", [*policies.__path__, str(tmp_path)])
     assert "toy" not in POLICIES.names()
     (tmp_path / "toy.py").write_text(POLICY.replace('"mine"', '"toy"'))

@@ -42,7 +42,7 @@ def test_each_version_is_read_once(tmp_path: Path) -> None:
     file, clock = watched(path)
     assert file.poll() is None
     write(path, '{"size": 3}')
-    assert file.poll() is None, "it has just looked"
+    assert file.poll() is None, "the file was checked a moment ago"
     clock.now += INTERVAL_S
     assert file.poll() == Options(3)
     clock.now += INTERVAL_S
@@ -78,7 +78,7 @@ def test_a_wrong_version_is_an_error_once(tmp_path: Path, text: str, message: st
 
 
 def test_a_directory_in_its_place(tmp_path: Path) -> None:
-    """An error once, until the file is back."""
+    """It is reported once, until the file is back."""
     path = tmp_path / "live.json"
     path.mkdir()
     file, clock = watched(path)

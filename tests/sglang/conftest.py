@@ -16,14 +16,14 @@ with warnings.catch_warnings():
 
 @pytest.fixture(scope="session", autouse=True)
 def _distributed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A process group of one rank, which SGLang's controllers ask for."""
+    """A process group of one rank, which SGLang's controllers need."""
     with start_distributed(tmp_path_factory.mktemp("distributed") / "rendezvous"):
         yield
 
 
 @pytest.fixture
 def stand(tmp_path: Path) -> Iterator[Callable[..., Stand]]:
-    """A function that makes a host pool with a controller and our storage; all are closed in the end."""
+    """A function that makes a host pool with a controller and our storage; closes all of them at the end."""
     made: list[Stand] = []
 
     def make(**settings: Any) -> Stand:
@@ -32,12 +32,12 @@ def stand(tmp_path: Path) -> Iterator[Callable[..., Stand]]:
         return made[-1]
 
     yield make
-    for one in made:
-        one.close()
+    for engine in made:
+        engine.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """SGLang and its libraries warn at import and use."""
+    """Ignore warnings of SGLang and its libraries at import and use."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.filterwarnings("ignore"))

@@ -81,7 +81,7 @@ def test_damage_is_a_miss(stand: MakeStand, tmp_path: Path) -> None:
         file.write(bytes([whole[at + 100] ^ 1]))
     assert sglang.read(TOKENS) == written[:3]
     assert sglang.storage.store.stats()[0].mismatches == 1
-    # The damaged block is forgotten, and the next back-up stores it again.
+    # The damaged block is forgotten, and the next backup stores it again.
     assert sglang.query(TOKENS).storage_hit_count == 3 * PAGE
     again = sglang.write(TOKENS, seed=2)
     assert sglang.read(TOKENS) == [*written[:3], again[3][:half] + written[3][half:], *written[4:]]
@@ -167,8 +167,8 @@ def test_a_full_disk(stand: MakeStand, tmp_path: Path) -> None:
         sglang = stand(tiers=[f"disk:{small / 'kv'}:64MiB"], pages=400)
         tokens = range(700 * PAGE)
         written = sglang.write(tokens)
-        found = sglang.read(tokens)
-        assert found == written[: len(found)]
+        pages_read = sglang.read(tokens)
+        assert pages_read == written[: len(pages_read)]
         sglang.close()
     finally:
         subprocess.run(["umount", str(small)], check=True)
@@ -206,8 +206,8 @@ def test_a_killed_writer_loses_no_acknowledged_page(stand: MakeStand, tmp_path: 
         assert int(stored) == 8 * PAGE
         start = int(number) * 10_000
         tokens = range(start, start + 8 * PAGE)
-        found = sglang.read(tokens)
-        fill(sglang.host, int(number))  # the writer's first free pages had the same places
+        pages_read = sglang.read(tokens)
+        fill(sglang.host, int(number))  # like the writer, whose first free pages had the same places
         everywhere = {page_of(sglang.host, index) for index in range(0, sglang.host.size, PAGE)}
-        assert len(found) == 8
-        assert {*found} <= everywhere
+        assert len(pages_read) == 8
+        assert {*pages_read} <= everywhere

@@ -21,7 +21,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("zero_copy", ["never", "always"])
 @pytest.mark.parametrize(("kind", "layout"), [(kind, layout) for kind in LAYOUTS for layout in LAYOUTS[kind]])
-def test_pages_come_back(stand: MakeStand, kind: str, layout: str, zero_copy: str) -> None:
+def test_pages_are_loaded_byte_for_byte(stand: MakeStand, kind: str, layout: str, zero_copy: str) -> None:
     sglang = stand(kind=kind, layout=layout, zero_copy=zero_copy)
     tokens = range(20 * PAGE)
     written = sglang.write(tokens)
@@ -49,7 +49,7 @@ def test_more_pages_than_a_batch(stand: MakeStand) -> None:
 
 
 def test_policies_get_the_path_of_a_prompt(stand: MakeStand, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang writes a prompt in two parts. The second part comes with the keys of the first as a prefix."""
+    """SGLang writes a prompt in two parts, the second with the keys of the first as its prefix."""
     sglang, half = stand(), 4 * PAGE
     tokens, store, lengths = list(range(2 * half)), sglang.storage.store, list[int]()
     hashes, finish = sglang.hashes(tokens), sglang.storage.store.finish_path

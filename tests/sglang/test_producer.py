@@ -1,4 +1,4 @@
-"""The identity of an SGLang engine: every argument is bound, unless it is listed as without effect."""
+"""The identity of an SGLang engine includes every argument that is not listed as without effect."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def fingerprint(pages: HostPages) -> str:
 @pytest.fixture
 def change(arguments: ServerArgs, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """A function that replaces values of arguments."""
-    found = producer_module.server_arguments()
-    assert found is not None
+    original = producer_module.server_arguments()
+    assert original is not None
 
     def replace(**values: Any) -> None:
-        monkeypatch.setattr(producer_module, "server_arguments", lambda: {**found, **values})
+        monkeypatch.setattr(producer_module, "server_arguments", lambda: {**original, **values})
 
     return replace
 
@@ -107,7 +107,7 @@ def test_weights_in_a_download_directory_are_bound(
         producer().check_weights()
     fingerprints = {producer().fingerprint()}
     for number, commit in enumerate(("a" * 40, "b" * 40, "a" * 40), 2):
-        download(caches[1], commit)  # the third time the branch goes back: the same commits, another head
+        download(caches[1], commit)  # the third time the branch returns to an earlier commit
         producer().check_weights()
         fingerprints.add(producer().fingerprint())
         assert len(fingerprints) == number
@@ -148,10 +148,10 @@ def test_both_names_of_weights_are_bound(arguments: ServerArgs) -> None:
 
 def test_a_drawn_seed_is_known(tmp_path: Path, arguments: ServerArgs) -> None:
     """SGLang draws the seed of random weights, and keeps the user's value, None, in its arguments."""
-    found = producer_module.server_arguments()
-    assert found is not None
+    bound = producer_module.server_arguments()
+    assert bound is not None
     assert arguments.random_seed is None
-    assert isinstance(found["random_seed"], int)
+    assert isinstance(bound["random_seed"], int)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float8_e4m3fn])

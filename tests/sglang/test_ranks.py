@@ -1,4 +1,4 @@
-"""Several ranks and processes: who shares what, and what is refused."""
+"""Several ranks and processes: shared pages, separate pages, and refusals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HASHES = [f"{number:064x}" for number in range(6)]
 
 
 class Rank:
-    """One rank's host pool and storage."""
+    """Host pool and storage of a rank."""
 
     def __init__(self, settings: HiCacheStorageConfig, kind: str = "mha") -> None:
         self.pool = host_pool(kind, device_pool(kind, 16, torch.bfloat16), "page_first")
@@ -138,13 +138,13 @@ def test_sglang_tells_the_data_parallel_rank(tmp_path: Path, kind: str) -> None:
 
 
 def test_keys_of_ranks() -> None:
-    """Ranks with equal pages have equal keys, all other ranks different ones."""
+    """Ranks with equal pages have equal keys; all other ranks have different keys."""
 
     def keys(is_mla: bool, name: str = "kv", **ranks: int) -> bytes:
         storage = KVOffloadStorage(storage_config(["valkey://127.0.0.1:1/team"], is_mla=is_mla, **ranks), {})
         storage._register(name, pool)
-        (one,) = storage._keys(name, HASHES[:1])
-        return one
+        (key,) = storage._keys(name, HASHES[:1])
+        return key
 
     pool = host_pool("mha", device_pool("mha", 4, torch.bfloat16), "page_first")
     ranks = [{"tp_rank": rank, "tp_size": 2} for rank in range(2)]

@@ -44,7 +44,7 @@ def test_two_engines_share_pages(stand: MakeStand, server: TierServer, kind: str
     assert second.read(range(4 * PAGE)) == ([] if kind == "mamba" else written[:4]), "no state after page 4"
 
 
-def test_pages_are_there_after_detach_and_attach(stand: MakeStand, server: TierServer) -> None:
+def test_pages_remain_after_detach_and_attach(stand: MakeStand, server: TierServer) -> None:
     sglang = stand(tiers=[server.url], deadline="60s")
     written = stored(sglang)
     sglang.controller.detach_storage_backend()
@@ -59,7 +59,7 @@ def test_a_reset_holds_for_all_engines_and_after_attach(stand: MakeStand, server
     assert second.query(TOKENS).storage_hit_count == len(TOKENS)
     assert first.storage.clear() is True
     assert first.read(TOKENS) == []
-    assert second.read(TOKENS) == [], "the pages that it knew are of the old epoch"
+    assert second.read(TOKENS) == [], "the known pages belong to the old epoch"
     again = stored(first, seed=2)
     second.close()
     assert stand(tiers=[server.url], deadline="60s").read(TOKENS) == again

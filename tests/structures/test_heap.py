@@ -74,7 +74,7 @@ def test_pushes_in_order_are_one_chain() -> None:
     heap = Heap(9)
     for position, rank in enumerate([1, 2, 2, 3, 9, 8, 7, 0, 5]):
         push(heap.memory, position, rank)
-    # 9 follows 3, and 8 has its place in the middle of a chain; 0 is before 7, and 5 in the middle.
+    # 9 follows 3, and 8 goes to the middle of a chain; 0 goes before 7, and 5 to the middle.
     assert sorted(heap.chains()) == [[0, 1, 2, 3, 4], [7, 6, 5], [8]]
     take_out(heap.memory, 7)
     take_out(heap.memory, 2)
@@ -86,7 +86,7 @@ def test_an_entry_that_fills_a_gap_may_move_up() -> None:
     heap = Heap(7)
     for position, rank in enumerate([1, 10, 2, 11, 12, 3, 4]):
         push(heap.memory, position, rank)
-        heap.last = NONE  # so that each is a chain of its own
-    take_out(heap.memory, 3)  # the last one, 4, takes its place below 10
+        heap.last = NONE  # each entry becomes a separate chain
+    take_out(heap.memory, 3)  # the last entry, 4, takes its place below 10
     assert heap.order[heap.firsts[: heap.num_chains], RANK].tolist() == [1, 4, 2, 10, 12, 3]
     assert [int(heap.order[position, RANK]) for position in heap.members()] == [1, 2, 3, 4, 10, 12]

@@ -22,16 +22,16 @@ KEY_BYTES = [8, 11, 20, 32, 36]
 
 
 def key_with_hash(h: int, key_bytes: int, salt: int = 0) -> bytes:
-    """A key whose hash is `h`: every step of the hash can be undone, so solve for the first word.
+    """Return a key with the hash `h`, by inverting the hash for the first word.
 
-    The words behind the first are `salt`.
+    All other words are `salt`.
     """
-    rest = [salt] * ((key_bytes - 1) // 8)
+    other_words = [salt] * ((key_bytes - 1) // 8)
     state = h ^ h >> 29 ^ h >> 58
     state = state * pow(FINISH, -1, 2**64) & MASK
-    for word in reversed(rest):
+    for word in reversed(other_words):
         state = _unmixed(state) ^ word
-    words = [_unmixed(state) ^ SEED, *rest]
+    words = [_unmixed(state) ^ SEED, *other_words]
     return b"".join(word.to_bytes(8, "little") for word in words)[:key_bytes]
 
 
@@ -45,7 +45,7 @@ def tag_of_home(bucket: int, buckets: int) -> int:
 
 
 def colliding(key_bytes: int) -> list[bytes]:
-    """Return keys of the last two buckets and the first, three for each tag, whose runs wrap and touch."""
+    """Return keys of the last two buckets and the first, three for each tag; runs touch and wrap around."""
     buckets = 2 * NUM_POSITIONS + 1
     homes = [buckets - 2, buckets - 1, 0, 1]
     tags = [tag_of_home(home, buckets) + extra for home in homes for extra in (0, 1)]
@@ -80,22 +80,22 @@ def test_equals_a_dict(key_bytes: int, steps: list[tuple[bool, int]]) -> None:
     assert np.count_nonzero(index.table) == len(twin.positions)
 
 
-@pytest.mark.parametrize("gone", range(NUM_POSITIONS))
-def test_a_full_table_closes_the_gap_across_its_end(gone: int) -> None:
+@pytest.mark.parametrize("removed", range(NUM_POSITIONS))
+def test_a_full_table_closes_the_gap_across_its_end(removed: int) -> None:
     keys = colliding(32)[: NUM_POSITIONS + 1]
     index = Index(NUM_POSITIONS, 32)
     for position in range(NUM_POSITIONS):
         index.put(keys[position], position)
     assert index.table[0] != 0, "the keys do not wrap around"
-    remove(index.memory, gone)
-    expected = [position if position != gone else ABSENT for position in range(NUM_POSITIONS)]
+    remove(index.memory, removed)
+    expected = [position if position != removed else ABSENT for position in range(NUM_POSITIONS)]
     assert [index.position_of(key) for key in keys[:-1]] == expected
-    index.put(keys[-1], gone)
-    assert index.position_of(keys[-1]) == gone
+    index.put(keys[-1], removed)
+    assert index.position_of(keys[-1]) == removed
 
 
 def test_an_entry_at_its_home_does_not_move_into_a_gap_before_it() -> None:
-    # Two neighbours, each at home: when the first goes, the second must stay where it is looked for.
+    # Two neighbours, each at its home: after removal of the first, the second must stay at its home.
     buckets = 2 * NUM_POSITIONS + 1
     first, second = (key_with_hash(tag_of_home(home, buckets) << 32, 8) for home in (4, 5))
     index = Index(NUM_POSITIONS, 8)
@@ -119,7 +119,7 @@ def test_keys_that_differ_only_behind_their_first_word_and_tag_are_two() -> None
     assert index.position_of(keys[1]) == ABSENT
     index.put(keys[1], 1)
     tags = {int(entry) >> 32 for entry in index.table[index.table != 0]}
-    assert tags == {9}, "the keys were to have one tag"
+    assert tags == {9}, "the keys must have one tag"
     assert [index.position_of(key) for key in keys] == [0, 1]
 
 
@@ -179,10 +179,10 @@ def test_records_of_a_key_survive_growth() -> None:
 
 
 def test_keys_are_equal_by_length_and_by_bytes() -> None:
-    one = Keys.pack([b"ab", b"cd"], 2)
-    assert one == Keys.pack([b"ab", b"cd"], 2)
-    assert one != Keys.pack([b"ab", b"ce"], 2)
-    assert one != Keys.pack([b"ab\0", b"cd\0"], 3), "the same words, padded"
-    assert one != Keys.pack([b"ab"], 2)
-    assert one == [b"ab", b"cd"]
-    assert one != [b"ab"]
+    batch = Keys.pack([b"ab", b"cd"], 2)
+    assert batch == Keys.pack([b"ab", b"cd"], 2)
+    assert batch != Keys.pack([b"ab", b"ce"], 2)
+    assert batch != Keys.pack([b"ab\0", b"cd\0"], 3), "the same words, padded"
+    assert batch != Keys.pack([b"ab"], 2)
+    assert batch == [b"ab", b"cd"]
+    assert batch != [b"ab"]

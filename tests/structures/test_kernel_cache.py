@@ -1,4 +1,4 @@
-"""The cache of compiled kernels, also with a package that is not writable, as in many containers."""
+"""The cache of compiled kernels, also for a read-only package, as in many containers."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_a_directory_with_a_subdirectory_that_a_group_can_write_is_not_trusted(t
 def test_a_directory_that_other_users_can_replace_is_not_trusted(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     assert trusted_directory(tmp_path, DIGEST) is None
-    tmp_path.chmod(0o1777)  # as /tmp
+    tmp_path.chmod(0o1777)  # like /tmp
     assert trusted_directory(tmp_path, DIGEST) == tmp_path / f"kvoffload-{DIGEST}"
 
 

@@ -1,4 +1,4 @@
-"""Kernels that a wheel brings compiled: used if they fit exactly, never loaded otherwise, never a crash."""
+"""Compiled kernels in a wheel are used if they match exactly; otherwise they are never loaded."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ needs_baseline = pytest.mark.skipif(not shipped.host_suffices(), reason="kernels
 
 @pytest.fixture(scope="module")
 def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the package with shipped kernels of `structures.index`, and no others."""
+    """A copy of the package with shipped kernels of `structures.index` only."""
     root = tmp_path_factory.mktemp("released")
     ignored = shutil.ignore_patterns("*.nb[ic]", "kernels.stamp", "compiled")
     package = Path(shutil.copytree(Path(kvoffload.__file__).parent, root / "kvoffload", ignore=ignored))
@@ -120,13 +120,13 @@ def test_shipped_kernels_are_used_wherever_the_package_lies(package: Path) -> No
     ],
     ids=["python", "numba", "llvmlite", "processor", "cpu-name", "bounds-checks"],
 )
-def test_kernels_for_something_else_are_compiled(
+def test_kernels_for_another_environment_are_compiled(
     package: Path, before: str, environment: dict[str, str], reason: str
 ) -> None:
-    passes, told = start(package, before, **environment)
+    passes, log = start(package, before, **environment)
     assert passes
-    assert "compiling kernels, once for this installation" in told
-    assert reason in told
+    assert "compiling kernels, once for this installation" in log
+    assert reason in log
     assert list(package.parent.rglob("*.nbi")), "the next start compiles nothing"
     assert start(package, before, **environment)[0] == 0
 
@@ -136,9 +136,9 @@ def test_kernels_for_something_else_are_compiled(
 def test_kernels_of_other_sources_are_compiled(package: Path) -> None:
     with (package / "structures" / "lists.py").open("a") as source:
         source.write("# another version\n")
-    passes, told = start(package)
+    passes, log = start(package)
     assert passes
-    assert "for other sources" in told
+    assert "for other sources" in log
 
 
 def flip_a_kernel(path: Path) -> None:
@@ -166,9 +166,9 @@ def flip_the_header(path: Path) -> None:
 )
 def test_damaged_kernels_are_compiled(package: Path, damage: Callable[[Path], object]) -> None:
     damage(kernels_of(package))
-    passes, told = start(package)
+    passes, log = start(package)
     assert passes
-    assert f"{kernels_of(package)} is damaged" in told
+    assert f"{kernels_of(package)} is damaged" in log
 
 
 @needs_baseline
@@ -176,9 +176,9 @@ def test_damaged_kernels_are_compiled(package: Path, damage: Callable[[Path], ob
 def test_a_renamed_file_of_another_numba_is_not_loaded(package: Path) -> None:
     path = kernels_of(package)
     path.rename(path.with_name(path.name.partition(".numba-")[0] + ".numba-0.1.kernels"))
-    passes, told = start(package, OTHER_NUMBA)
+    passes, log = start(package, OTHER_NUMBA)
     assert passes
-    assert "for other numba" in told
+    assert "for other numba" in log
 
 
 @needs_baseline
@@ -191,8 +191,8 @@ def test_a_checkout_has_no_shipped_kernels_and_gives_no_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shipped, "FOLDER", tmp_path / "compiled")  # CI compiles kernels for its checkout
-    found = shipped.find("digest of the sources")
-    assert (found.is_usable, found.why_not) == (False, "")
+    kernels = shipped.find("digest of the sources")
+    assert (kernels.is_usable, kernels.why_not) == (False, "")
 
 
 def test_kernels_of_other_packages_are_not_looked_up() -> None:

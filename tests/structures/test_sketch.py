@@ -1,4 +1,4 @@
-"""The frequency sketch: never too low before counts age, halved by aging, equal to its naive twin."""
+"""The frequency sketch: estimates are never too low before aging, aging halves them, and the twin agrees."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def key_of(number: int) -> bytes:
     return number.to_bytes(KEY_BYTES, "big")
 
 
-def seen(sketch: FrequencySketch, number: int) -> int:
+def estimate_of(sketch: FrequencySketch, number: int) -> int:
     return int(estimate(sketch, key_of(number)))
 
 
-def see(sketch: FrequencySketch, number: int, times: int = 1) -> None:
+def count_uses(sketch: FrequencySketch, number: int, times: int = 1) -> None:
     for _ in range(times):
         add(sketch, key_of(number))
 
@@ -36,26 +36,26 @@ def see(sketch: FrequencySketch, number: int, times: int = 1) -> None:
 def test_never_too_low_before_counts_age(numbers: list[int], capacity: int) -> None:
     sketch, numbers = FrequencySketch(capacity), numbers[: 10 * capacity - 1]
     for number in numbers:
-        see(sketch, number)
+        count_uses(sketch, number)
     for number, count in Counter(numbers).items():
-        assert seen(sketch, number) >= min(count, MAX_COUNT)
+        assert estimate_of(sketch, number) >= min(count, MAX_COUNT)
 
 
 def test_few_keys_in_a_large_sketch_are_counted_exactly() -> None:
     sketch = FrequencySketch(10_000)
     for number in range(20):
-        see(sketch, number, number)
-    assert [seen(sketch, number) for number in range(20)] == [*range(15), *[15] * 5]
-    assert seen(sketch, 21) == 0
+        count_uses(sketch, number, number)
+    assert [estimate_of(sketch, number) for number in range(20)] == [*range(15), *[15] * 5]
+    assert estimate_of(sketch, 21) == 0
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 0), (2, 1), (5, 2), (14, 7), (20, 7)])
 def test_counts_are_halved_when_they_age(before: int, after: int) -> None:
     sketch = FrequencySketch(8)  # one line
-    see(sketch, 1, before)
+    count_uses(sketch, 1, before)
     sketch.additions = 79
-    see(sketch, 2)
-    assert seen(sketch, 1) == after
+    count_uses(sketch, 2)
+    assert estimate_of(sketch, 1) == after
     assert sketch.additions == 40
 
 
@@ -65,9 +65,9 @@ def test_every_counter_of_a_large_table_is_halved_once_and_no_two_at_a_time() ->
     sketch.additions = 398
     halved = []
     for _ in range(8):
-        see(sketch, 1)
+        count_uses(sketch, 1)
         halved.append(int((sketch.table == np.uint64(0x73542100_73542100)).sum()) // 8)
-    # One of the lines that are not halved yet holds the key that is counted.
+    # The counted key is in a line that is not halved yet.
     assert halved[-1] >= 4
     assert all(after - before in (0, 1) for before, after in pairwise(halved))
 
@@ -82,11 +82,11 @@ def test_a_line_is_a_cache_line() -> None:
 def test_clear_forgets_everything() -> None:
     sketch = FrequencySketch(8)
     for number in range(79):
-        see(sketch, number)
+        count_uses(sketch, number)
     sketch.clear()
     assert not sketch.table.any()
-    see(sketch, 1)
-    assert seen(sketch, 1) == 1
+    count_uses(sketch, 1)
+    assert estimate_of(sketch, 1) == 1
 
 
 @given(st.binary(min_size=1, max_size=40))
@@ -99,8 +99,8 @@ def test_the_twin_has_equal_hashes(key: bytes) -> None:
 def test_counts_as_its_naive_twin(numbers: list[int], capacity: int) -> None:
     sketch, twin = FrequencySketch(capacity), NaiveSketch(capacity)
     for number in numbers:
-        see(sketch, number)
+        count_uses(sketch, number)
         twin.add(key_of(number))
-        assert seen(sketch, number) == twin.estimate(key_of(number))
+        assert estimate_of(sketch, number) == twin.estimate(key_of(number))
     for number in range(70):
-        assert seen(sketch, number) == twin.estimate(key_of(number))
+        assert estimate_of(sketch, number) == twin.estimate(key_of(number))

@@ -66,7 +66,7 @@ def _change(struct: Outer, by: int) -> int:
 change = compiled(_change, cache=False)
 
 
-def test_a_kernel_reads_and_writes_what_python_does() -> None:
+def test_kernels_and_python_read_and_write_the_same_memory() -> None:
     struct: Any = outer()
     assert change(struct.memory, 10) == 7 + 6
     assert (struct.number, struct.share, struct.inner.count) == (7, 0.125, 10)
@@ -100,19 +100,19 @@ def test_an_array_of_another_type_is_rejected(wrong: np.ndarray) -> None:
         Outer(**{**outer().contents(), "words": wrong})
 
 
-def test_memory_that_is_copied_is_a_struct_of_its_own() -> None:
+def test_copied_memory_is_a_separate_struct() -> None:
     blank = Outer.blank(inner={"rows": (3, 2)}, words=2, marks=2)
-    one, other = bytearray(blank), bytearray(blank)
-    change(one, 4)  # type: ignore[arg-type]
-    found: Any = Outer.over(one)
-    assert (found.number, found.inner.count, found.inner.rows[2, 1], found.words[0]) == (4, 4, 4, 4)
-    assert Outer.array(one, "words", 1).tolist() == [4]
-    assert other == blank
-    found.inner.rows[0, 0] = 9
-    assert Outer.over(bytearray(one)).inner.rows[0, 0] == 9
+    memory, unchanged = bytearray(blank), bytearray(blank)
+    change(memory, 4)  # type: ignore[arg-type]
+    struct: Any = Outer.over(memory)
+    assert (struct.number, struct.inner.count, struct.inner.rows[2, 1], struct.words[0]) == (4, 4, 4, 4)
+    assert Outer.array(memory, "words", 1).tolist() == [4]
+    assert unchanged == blank
+    struct.inner.rows[0, 0] = 9
+    assert Outer.over(bytearray(memory)).inner.rows[0, 0] == 9
 
 
-def test_a_pickled_struct_is_a_struct_with_memory_of_its_own() -> None:
+def test_a_pickled_struct_has_separate_memory() -> None:
     struct: Any = outer()
     copy = pickle.loads(pickle.dumps(struct))
     assert snapshot(copy) == snapshot(struct)
@@ -226,14 +226,14 @@ def test_a_batch_that_does_not_fit_leaves_the_path_as_it_was(numbers: list[int],
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("policy", POLICIES.names())
 def test_addresses_are_constant(policy: str, store: str) -> None:
-    """Also after a reset, because kernels would keep the memory of a replaced array."""
+    """They stay constant after a reset, because kernels would keep the memory of a replaced array."""
     manager: Any = OffloadingManager(8, key_bytes=8, policy=policy, store=store)
 
     def addresses(struct: Struct) -> list[Any]:
         return [
-            addresses(part) if isinstance(part, Struct) else part.ctypes.data
-            for part in struct.contents().values()
-            if isinstance(part, (Struct, np.ndarray))
+            addresses(field) if isinstance(field, Struct) else field.ctypes.data
+            for field in struct.contents().values()
+            if isinstance(field, (Struct, np.ndarray))
         ]
 
     def all_of_them() -> list[Any]:
@@ -297,7 +297,7 @@ def test_a_compiled_policy_with_a_wrong_victim_is_detected() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 8, 9, 1000])
-def test_memory_of_a_plan_is_for_as_many_blocks_as_it_has(count: int) -> None:
+def test_memory_of_a_plan_fits_its_blocks(count: int) -> None:
     blank = Entering.over(blank_store(count, 20))
     assert len(blank.rows) == len(blank.slots) >= count
     assert blank.keys.shape == blank.evicted.shape == (len(blank.rows), 3)
@@ -339,7 +339,7 @@ MAKERS = {
     ],
 )
 @pytest.mark.slow
-def test_nothing_is_left_to_be_compiled_inside_a_request(module: str) -> None:
+def test_no_kernel_is_compiled_inside_a_request(module: str) -> None:
     code = (
         f"import numpy; from {module} import *; {MAKERS[module]}; "
         "from kvoffload.structures import jit; print([one.__name__ for one in jit._WAITING])"

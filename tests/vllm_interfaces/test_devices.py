@@ -28,7 +28,7 @@ fake_cuda = pytest.importorskip("support.fake_cuda")
 
 PAGES = [96, 64, 96, 32]
 GROUPS = [[(0, 96), (1, 60)], [(2, 96), (1, 64)], [(3, 32)]]
-"""Three KV groups over four tensors: one is shared, one is padded."""
+"""Three KV groups over four tensors; one tensor is shared, one is padded."""
 NUM_BLOCKS, NUM_SLOTS = 20, 16
 
 # Engine blocks of each group, and the index of the first block in its request.
@@ -56,7 +56,7 @@ def kv_caches(seed: int) -> Any:
 
 
 class World:
-    """A pool, one worker's tensors, and our copies between them, behind the stand-ins for a version."""
+    """A pool, one worker's tensors, and our copies between them, on the stand-ins for a version."""
 
     def __init__(self, directory: Path, version: str, per_chunk: int = 1, refused: int = -1) -> None:
         self.device, self.caches, self.per_chunk = Device(refused=refused), kv_caches(1), per_chunk
@@ -94,7 +94,7 @@ class World:
 
 @pytest.fixture(autouse=True)
 def _restore_log_handlers() -> Iterator[None]:
-    """A specification forwards the library's log to vLLM's for the rest of the process."""
+    """Restore log handlers: a specification forwards the library's log to vLLM's log permanently."""
     library = logging.getLogger("kvoffload")
     before = [*library.handlers]
     yield
@@ -126,7 +126,7 @@ def engine_blocks(*blocks: int, sizes: list[int] | None = None, firsts: list[int
 @with_devices
 @pytest.mark.parametrize("per_chunk", [1, 3])
 @pytest.mark.parametrize("transfer", TRANSFERS)
-def test_what_is_stored_is_loaded(
+def test_stored_bytes_are_loaded(
     world: Callable[..., World], version: str, per_chunk: int, transfer: tuple[list[int], list[int]]
 ) -> None:
     """The pool holds the same bytes as after copies in host memory, and a load restores them."""
@@ -139,7 +139,7 @@ def test_what_is_stored_is_loaded(
     slots = rig.slots(*rng.permutation(NUM_SLOTS)[: sum(chunks)])
     copies = rig.make()
     copies.store(7, stored, slots)
-    assert not rig.pool.part(1).any(), "a device has not begun"
+    assert not rig.pool.part(1).any(), "the device has not begun"
     copies.wait({7})
     (result,) = copies.finished()
     num_bytes = sum(size * sum(n for _, n in group) for size, group in zip(sizes, GROUPS, strict=True))
@@ -191,7 +191,7 @@ def test_each_direction_is_in_order_and_has_its_own_results(
     copies.wait({2, 3})
     assert {result.job for result in copies.finished()} == {2, 3}
     tensor = rig.caches.tensors[0].tensor
-    assert torch.equal(tensor[6], tensor[5]), "slot 0 holds what the second store put there"
+    assert torch.equal(tensor[6], tensor[5]), "slot 0 holds the block of the second store"
     copies.close()
 
 
@@ -254,16 +254,16 @@ def test_a_pool_that_cannot_be_pinned_is_used_as_it_is(
     assert [result.error for result in copies.finished()] == [None]
     assert rig.pool.part(1)[2].any()
     copies.close()
-    assert len(rig.device.times("unpin")) == refused, "nothing twice"
+    assert len(rig.device.times("unpin")) == refused, "each piece once"
 
 
 @with_devices
 @pytest.mark.parametrize("can_wait", [True, False])
 @pytest.mark.parametrize("failing", ["store", "load"])
-def test_closing_goes_on_when_a_direction_fails(
+def test_closing_continues_when_a_direction_fails(
     world: Callable[..., World], version: str, failing: str, can_wait: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pool is unpinned if nothing can run any more, and otherwise stays as it is."""
+    """The pool is unpinned if no transfer can run any longer, and otherwise stays pinned."""
     rig, waited = world(version), list[Any]()
     copies = rig.make()
     rig.device.failing = failing
@@ -274,7 +274,7 @@ def test_closing_goes_on_when_a_direction_fails(
     assert waited == [torch.device("cpu")]
     assert len(rig.device.times("unpin")) == (len(rig.device.pinned) if can_wait else 0)
     copies.close()
-    assert len(rig.device.times("shutdown")) == 2, "nothing twice"
+    assert len(rig.device.times("shutdown")) == 2, "each direction once"
 
 
 @with_devices
@@ -316,7 +316,7 @@ def test_a_wait_that_fails_waits_for_the_device_before_it_raises(
 def test_a_refused_transfer_raises_and_a_failed_one_is_an_error(
     world: Callable[..., World], version: str
 ) -> None:
-    """No version reports this today; if one did, the missing bytes must not count as loaded."""
+    """No version reports a failed transfer today; if one does, the missing bytes must not count as loaded."""
     rig = world(version)
     copies = rig.make()
     rig.device.refusing = "at once"
@@ -358,7 +358,7 @@ def test_an_engine_with_a_gpu_is_not_refused(version: str) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS[: VERSIONS.index(versions_since(SINCE_DEVICES)[0])])
 def test_an_engine_with_a_gpu_is_refused_before_vllm_has_what_it_needs(version: str) -> None:
-    """The engine gets one line at its start, and no import error in its workers."""
+    """The engine reports one line at its start instead of import errors in its workers."""
     with standing_in(Device(), version):
         with pytest.raises(ImportError):
             importlib.import_module(f"{OURS}.worker_side.cuda")

@@ -1,4 +1,4 @@
-"""The settings that a running engine takes from a file."""
+"""Settings that a running engine reads from a file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from support.timeouts import HANGS_S
 
 
 class Rig:
-    """A manager of ten blocks and its live settings; a clock that passes a second with each step."""
+    """A manager of ten blocks, its live settings, and a clock that advances one second with each step."""
 
     def __init__(self, tmp_path: Path, store: str = ON_COMPUTE) -> None:
         self.path, self.now, self.store = tmp_path / "live.json", 0.0, store
@@ -194,7 +194,7 @@ def test_a_policy_that_fails_when_it_is_made(rig: Rig, caplog: pytest.LogCapture
 
 
 class Broken(NaiveLRU):
-    """A policy that cannot be made."""
+    """A policy whose constructor raises."""
 
     def __init__(self, index: object) -> None:
         raise RuntimeError("no memory for it")
@@ -230,7 +230,7 @@ def test_a_policy_that_fails_when_it_adopts_blocks(rig: Rig, caplog: pytest.LogC
 
 
 class FailsLater(NaiveLRU):
-    """A policy that cannot take a block."""
+    """A policy that raises when it adopts a block."""
 
     def insert(self, slot: int, key: bytes) -> None:
         raise RuntimeError("not this block")

@@ -1,4 +1,4 @@
-"""Engines that may share a pool of a machine, and the reasons of those that may not."""
+"""Engines that may share a machine's pool, and the reasons why other engines may not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Join = Callable[..., "PoolDirectory | None"]
 
 @pytest.fixture
 def join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Join]:
-    """A function that joins as an engine; `kept` is the reason why its blocks cannot be kept."""
+    """A function that joins as an engine; `why` is the reason why its blocks cannot be kept."""
     joined: list[PoolDirectory] = []
     producer = SimpleNamespace(not_kept=lambda named: "")
     monkeypatch.setattr(node_pool, "Producer", SimpleNamespace(of=lambda *args, **keywords: producer))
@@ -57,18 +57,18 @@ def join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Join]:
 
 
 def test_engines_with_equal_blocks_share(join: Join) -> None:
-    one, two = join("one"), join("two")
-    assert one is not None
-    assert two is not None
-    assert (one.path, one.number) == (two.path, 0)
-    assert two.number == 1
+    first, second = join("one"), join("two")
+    assert first is not None
+    assert second is not None
+    assert (first.path, first.number) == (second.path, 0)
+    assert second.number == 1
 
 
 def test_engines_with_different_shares_share(join: Join) -> None:
-    one, two = join("one", ram="1GiB,shared=node,share=512MiB"), join("two", ram="1GiB,shared=node")
-    assert one is not None
-    assert two is not None
-    assert one.path == two.path
+    first, second = join("one", ram="1GiB,shared=node,share=512MiB"), join("two", ram="1GiB,shared=node")
+    assert first is not None
+    assert second is not None
+    assert first.path == second.path
 
 
 def test_processes_of_an_engine_have_one_number(join: Join) -> None:
@@ -80,11 +80,11 @@ def test_processes_of_an_engine_have_one_number(join: Join) -> None:
 
 def test_a_difference_is_named(join: Join, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "vllm.kvoffload"):
-        one, two = join("one", policy="lru"), join("two", policy="arc")
-    assert one is not None
-    assert two is not None
-    assert one.path != two.path
-    assert f"not shared with the pool {one.path.name.rsplit('-', 1)[-1]}: policy differs" in caplog.text
+        first, second = join("one", policy="lru"), join("two", policy="arc")
+    assert first is not None
+    assert second is not None
+    assert first.path != second.path
+    assert f"not shared with the pool {first.path.name.rsplit('-', 1)[-1]}: policy differs" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_a_difference_is_named(join: Join, caplog: pytest.LogCaptureFixture) -> 
         ({"why": "the scales differ"}, "the scales differ"),
     ],
 )
-def test_an_engine_that_cannot_share_says_why(
+def test_an_engine_that_cannot_share_logs_the_reason(
     join: Join,
     given: dict[str, Any],
     reason: str,

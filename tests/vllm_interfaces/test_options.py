@@ -109,20 +109,24 @@ def test_size_must_be_given(given: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ours", "vllms", "one", "other", "field"),
+    ("our_name", "vllm_name", "value", "other_value", "field"),
     [
         ("ram", "cpu_bytes_to_use", "1GiB", "2GiB", "ram_bytes"),
         ("policy", "eviction_policy", "arc", "lru", "policy"),
         ("prompt_only", "offload_prompt_only", False, True, "prompt_only"),
     ],
 )
-def test_two_names_of_an_option(ours: str, vllms: str, one: Any, other: Any, field: str) -> None:
-    base = {} if ours == "ram" else {"ram": 4096}
-    expected = getattr(parse_options({**base, ours: one}), field)
-    for given in ({vllms: one}, {ours: one, vllms: one}):
+def test_two_names_of_an_option(
+    our_name: str, vllm_name: str, value: Any, other_value: Any, field: str
+) -> None:
+    base = {} if our_name == "ram" else {"ram": 4096}
+    expected = getattr(parse_options({**base, our_name: value}), field)
+    for given in ({vllm_name: value}, {our_name: value, vllm_name: value}):
         assert getattr(parse_options({**base, **given}), field) == expected
-    problem = f"{vllms}: {other!r} is invalid; {ours}, another name of this option, is {one!r}"
-    assert problem in message(**base, **{ours: one, vllms: other})
+    problem = (
+        f"{vllm_name}: {other_value!r} is invalid; {our_name}, another name of this option, is {value!r}"
+    )
+    assert problem in message(**base, **{our_name: value, vllm_name: other_value})
 
 
 @pytest.mark.parametrize("policy", [*POLICIES.names(), "kvoffload.policies.arc:ARC", f"{EXAMPLE}:MyPolicy"])
@@ -250,7 +254,7 @@ def test_directories_share_the_capacity_and_one_budget(tmp_path: Path) -> None:
 
 
 def test_missing_directories_are_reported_to_an_owner_that_continues_without_them(tmp_path: Path) -> None:
-    """First one of two directories is missing, then both; the owner gets the remaining tiers."""
+    """One of two directories is missing, then both; the owner gets the remaining tiers."""
     missing: list[UnavailableError] = []
     owner = TierOwner(4096, 36, "model", on_unavailable=missing.append)
     both = DiskOptions(path=(str(tmp_path / "a"), str(tmp_path / "b")), capacity="2MiB")

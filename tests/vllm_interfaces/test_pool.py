@@ -1,4 +1,4 @@
-"""The pool that processes share: discovery, refusals, and removal."""
+"""The pool of an engine's processes: discovery, refusals, and removal."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def pools_in(directory: Path) -> list[Path]:
     return list(directory.glob("kvoffload-*"))
 
 
-def test_members_share_slots_and_the_name_goes_with_the_last(
+def test_members_share_slots_and_the_last_member_removes_the_name(
     attach: Callable[..., SharedPool], tmp_path: Path
 ) -> None:
     first, second = attach(1), attach(2, part_bytes=5000)
@@ -64,7 +64,7 @@ def test_members_share_slots_and_the_name_goes_with_the_last(
     assert file.stat().st_mode & 0o777 == 0o600
     assert str(os.getpid()) in file.name
     scheduler = attach(0, part_bytes=99999)
-    assert not pools_in(tmp_path), "nothing has a name once all are there"
+    assert not pools_in(tmp_path), "the name is removed once all members have attached"
     assert (scheduler.num_slots, scheduler.part_bytes, scheduler.num_parts) == (10, 6000, 2)
     first.part(0)[3] = 7
     second.part(1)[3] = 9
@@ -83,7 +83,7 @@ def test_each_failure_is_taken_once(attach: Callable[..., SharedPool]) -> None:
     second.fail(1, slots[:2])
 
     class Late:
-        """Marks of failures, to which a worker adds another as soon as the scheduler has read."""
+        """Marks of failures; a worker adds another mark as soon as the scheduler has read them."""
 
         def __init__(self, marks: Any) -> None:
             self.marks = marks
@@ -113,7 +113,7 @@ def test_checksums_cover_all_parts_and_the_key(attach: Callable[..., SharedPool]
     assert scheduler.verify(slots, digests).tolist() == [False, False], "one part is missing"
     second.seal(1, slots, digests)
     assert scheduler.verify(slots, digests).tolist() == [True, True]
-    assert scheduler.verify(slots[::-1].copy(), digests).tolist() == [False, False], "of other keys"
+    assert scheduler.verify(slots[::-1].copy(), digests).tolist() == [False, False], "digests of other keys"
     second.part(1)[5, 5999] ^= 1
     assert scheduler.verify(slots, digests).tolist() == [True, False]
 
@@ -165,7 +165,7 @@ def test_the_pool_of_a_dead_engine_is_removed(
     assert child.stdout is not None
     if how == "killed":
         assert child.wait() == -signal.SIGKILL
-        assert len(pools_in(tmp_path)) == 1, "the test must leave something"
+        assert len(pools_in(tmp_path)) == 1, "the dead engine must leave its pool"
         pool = attach(1)
         assert [file.name.split("-")[-1] for file in pools_in(tmp_path)] == [str(os.getpid())]
     else:
@@ -179,10 +179,10 @@ def test_the_pool_of_a_dead_engine_is_removed(
     child.stdout.close()
 
 
-def test_another_user_cannot_keep_an_engine_from_starting(
+def test_another_user_cannot_prevent_the_start_of_an_engine(
     attach: Callable[..., SharedPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another user may lock /dev/shm, without effect, or create a file with our name, which is reported."""
+    """Another user's lock on /dev/shm has no effect; another user's file with our name is reported."""
     holder = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(holder, fcntl.LOCK_EX)
     attach(1).close()
@@ -205,7 +205,7 @@ def test_another_user_cannot_keep_an_engine_from_starting(
 
 
 def test_a_lock_whose_file_was_removed_is_taken_again(tmp_path: Path) -> None:
-    """Two engines start at once: the second waits for a lock file that the first one removes."""
+    """Two engines start at once: the second waits for a lock file that the first removes."""
     order, waiting = list[str](), threading.Event()
 
     def second() -> None:
@@ -222,7 +222,7 @@ def test_a_lock_whose_file_was_removed_is_taken_again(tmp_path: Path) -> None:
         thread.start()
         assert waiting.wait(HANGS_S)
         order.append("first")
-    # Whoever has the removed file has no lock: its name leads elsewhere, or nowhere.
+    # A lock on the removed file is worthless: the name belongs to another file, or to none.
     fcntl.flock(waits_for, fcntl.LOCK_EX)
     assert not path.exists() or not os.path.samestat(os.fstat(waits_for), path.lstat())
     os.close(waits_for)
@@ -292,7 +292,7 @@ ALL, NONE = [*range(10)], list[int]()
 def test_each_worker_takes_the_memory_of_its_own_part(
     attach: Callable[..., SharedPool], shared_memory: Path
 ) -> None:
-    """The memory then lies on the NUMA node of that worker."""
+    """This puts the memory on the NUMA node of the worker."""
     sizes = {"part_bytes": 2 * PAGE, "capacity_bytes": 40 * PAGE, "directory": shared_memory}
     scheduler = attach(0, **sizes)
     assert taken(scheduler, shared_memory) == [NONE] * 4
@@ -300,7 +300,7 @@ def test_each_worker_takes_the_memory_of_its_own_part(
     assert taken(second, shared_memory) == [NONE, NONE, ALL, ALL]
     second.part(1)[:] = 7
     first = attach(1, **sizes)
-    assert scheduler.part(1).all(), "what has been written is not taken again"
+    assert scheduler.part(1).all(), "written memory is not allocated again"
     for pool in (scheduler, first, second):
         pool.close()
 
@@ -343,7 +343,7 @@ def test_a_kernel_that_cannot_touch_pages_for_us_reserves_them(
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
-    """A thread named ``slow`` reports that it begins to allocate, and waits for permission."""
+    """Make the thread ``slow`` report the beginning of its allocation, and wait for permission."""
     begun, go_on, take = threading.Event(), threading.Event(), first_touch.take
 
     def wait_and_take(*args: Any) -> None:
@@ -377,7 +377,7 @@ def test_a_pool_keeps_its_name_and_workers_wait_until_all_have_their_memory(
     last = threading.Thread(target=lambda: pools.append(attach(2)), name="slow")
     last.start()
     assert begun.wait(HANGS_S)
-    assert pools_in(tmp_path), "if the engine is killed now, the next one has to find it"
+    assert pools_in(tmp_path), "if the engine is killed now, the next engine must find the pool"
     assert not pools[0].wait_for_workers(0.0)
     go_on.set()
     assert pools[0].wait_for_workers(HANGS_S)
@@ -409,7 +409,7 @@ def test_memory_that_runs_out_during_the_allocation_is_reported(
 def test_memory_that_another_engine_is_about_to_take_is_not_promised_again(
     attach: Callable[..., SharedPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first engine fits, and half of its workers have allocated their memory."""
+    """The first engine fits, but only half of its workers have allocated their memory."""
     monkeypatch.setattr("kvoffload.integrations.vllm.shared.pool.available_bytes", lambda: 15 * 12288)
     pool = attach(1, "one", part_bytes=4096, capacity_bytes=10 * 8192)
     monkeypatch.setattr(
@@ -455,7 +455,7 @@ SMALL_MEMORY = """
 
 
 def test_full_shared_memory_is_reported_and_kills_no_process(tmp_path: Path) -> None:
-    """On a small file system in memory, where a missing page would kill the process that touches it."""
+    """Uses a small file system in memory, where touching a missing page kills the process."""
     child = [sys.executable, "-c", textwrap.dedent(SMALL_MEMORY), str(tmp_path)]
     script = 'mount -t tmpfs -o size=16m none "$0" && exec "$@"'
     inside = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
@@ -493,7 +493,7 @@ def test_a_kill_during_the_creation_leaves_no_unusable_file(
 def test_engines_that_audit_one_slot_keep_their_findings(
     attach: Callable[..., SharedPool], tmp_path: Path
 ) -> None:
-    """Both engines pin the slot; the worker of each reports before the scheduler of each reads."""
+    """Both engines pin the slot, and both workers report before a scheduler reads."""
     slots = np.array([3], np.int32)
     members = [member_of(tmp_path, name) for name in ("one", "two")]
     pools = [[attach(member, node_pool=engine) for member in (0, 1)] for engine in members]
@@ -515,7 +515,7 @@ def test_no_pool_remains_in_shared_memory() -> None:
     assert SHARED_MEMORY.is_dir()
     names = [file.name for file in SHARED_MEMORY.glob("kvoffload-*") if "-test-" not in file.name]
     abandoned = [name for name in names if not Path(f"/proc/{name.split('-')[-1]}").exists()]
-    assert not abandoned, "left by another test; pools of running engines do not count"
+    assert not abandoned, "another test has left pools; pools of running engines do not count"
 
 
 def test_closing_a_verifier_waits_for_the_running_check() -> None:
@@ -537,7 +537,7 @@ def test_closing_a_verifier_waits_for_the_running_check() -> None:
     closing = threading.Thread(target=verifier.close)
     closing.start()
     closing.join(0.05)
-    assert closing.is_alive(), "what it reads is unmapped next"
+    assert closing.is_alive(), "close must wait, because it unmaps the memory that the check reads"
     may_end.set()
     closing.join(HANGS_S)
     assert not closing.is_alive()

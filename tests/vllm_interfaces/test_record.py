@@ -1,4 +1,4 @@
-"""Recordings of an engine's requests, without vLLM: its requests are stand-ins."""
+"""Recordings of an engine's requests, without vLLM: requests are stand-ins."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class Reason(IntEnum):
 
 
 def request(name: str, tokens: int, *, at: float = 1e9, salt: int = 0, **other: Any) -> Any:
-    """vLLM's request after its end."""
+    """Return a stand-in for a finished request of vLLM."""
     return SimpleNamespace(
         **{
             "request_id": name,
             "arrival_time": at,
             "num_prompt_tokens": tokens,
             "num_output_tokens": 5,
-            # The generated blocks are behind those of the prompt.
+            # The generated blocks follow the prompt's blocks.
             "block_hashes": [bytes([salt, number]) * 16 for number in range(tokens // 16 + 3)],
             "priority": 0,
             "cache_salt": None,
@@ -113,7 +113,7 @@ def test_a_recording_has_none_of_the_engines_hashes(tmp_path: Path) -> None:
     assert all((bytes([7, 0]) * 16).hex() not in text for text in texts)
 
 
-def test_what_is_known_of_a_request_is_recorded_and_no_text_of_its_user(recorder: Recorder) -> None:
+def test_facts_of_a_request_are_recorded_without_text_of_its_user(recorder: Recorder) -> None:
     follower = Recording(recorder, 16, lambda: None)
     given = {"kvoffload": {"session_over": True, "time_to_live_s": 60}}
     follower.finished(
@@ -183,7 +183,7 @@ def test_a_disk_that_hangs_costs_requests_and_no_time(tmp_path: Path) -> None:
     for number in range(2 * MAX_QUEUED):
         follower.finished(request(str(number), 16, at=1e9 + number))
     kept = 2 * MAX_QUEUED - len(lost)
-    assert MAX_QUEUED <= kept <= MAX_QUEUED + 1, "the queue, and the request that the thread holds"
+    assert MAX_QUEUED <= kept <= MAX_QUEUED + 1, "the queue, and the request that the thread is writing"
     gate.set()
     item.close()
     assert read_trace(item.path).requests == kept
@@ -314,7 +314,7 @@ def test_a_place_that_cannot_be_written_costs_the_recording(
 def test_the_command_makes_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     done = kvoffload("vllm-config", "--ram", "1GiB", "--record", "/a/b.jsonl", "--format", "json")
     flag = json.loads(done.stdout)
-    assert flag["kv_connector"] == "KVOffloadConnector", "vLLM's own does not see requests"
+    assert flag["kv_connector"] == "KVOffloadConnector", "vLLM's own connector does not see requests"
     assert flag["kv_connector_extra_config"]["record"] == "/a/b.jsonl"
     refused = kvoffload("vllm-config", "--ram", "1GiB", "--record", "b.jsonl")
     assert "record: 'b.jsonl' is invalid; allowed: an absolute path" in refused.stderr

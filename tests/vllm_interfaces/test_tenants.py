@@ -20,9 +20,9 @@ QUOTAS = {"a": QuotaBytes(2**30, 2**31), "other": QuotaBytes(0, 2**29)}
 
 
 def tenants(value: Any, **options: Any) -> TenantOptions:
-    found = parse_options({"ram": "4GiB", "tenants": value, **options}).tenants
-    assert found is not None
-    return found
+    parsed = parse_options({"ram": "4GiB", "tenants": value, **options}).tenants
+    assert parsed is not None
+    return parsed
 
 
 def message(value: Any, **options: Any) -> str:
@@ -72,9 +72,9 @@ DISK = "disk:/nvme/kv:40GiB"
 
 
 def test_quotas_of_tiers() -> None:
-    found = tenants(TIERED, tiers=[DISK])
-    assert found.quotas == {"a": QuotaBytes(2**30)}
-    assert found.tiers == {"disk": {"a": QuotaBytes(10 * 2**30, 20 * 2**30)}}
+    parsed = tenants(TIERED, tiers=[DISK])
+    assert parsed.quotas == {"a": QuotaBytes(2**30)}
+    assert parsed.tiers == {"disk": {"a": QuotaBytes(10 * 2**30, 20 * 2**30)}}
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_quotas_of_tiers() -> None:
         (["disk:/nvme/kv:9GiB"], "the minimums exceed its capacity of 9663676416 bytes"),
     ],
 )
-def test_tiers_that_take_no_such_quotas(tiers: list[str], expected: str) -> None:
+def test_quotas_of_unsuitable_tiers_are_refused(tiers: list[str], expected: str) -> None:
     assert expected in message(TIERED, tiers=tiers)
 
 

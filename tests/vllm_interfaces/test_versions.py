@@ -91,7 +91,7 @@ def test_our_class_takes_every_call(interface: str, version: str) -> None:
         where = f"{OURS[interface]}.{member} in {version}: called with {passed}, takes {names}"
         assert args.vararg is not None or len(passed) <= len(names), where
         assert args.vararg is not None or required <= len(passed), where
-        # Positions are what callers of abstract methods use; those that are passed by name are these.
+        # Callers of abstract methods pass arguments by position, except for these.
         for by_name in {"success", "expedited", "req_context"} & set(passed):
             assert args.kwarg is not None or by_name in names + [
                 parameter.arg for parameter in args.kwonlyargs
@@ -100,15 +100,15 @@ def test_our_class_takes_every_call(interface: str, version: str) -> None:
 
 @pytest.mark.parametrize("version", versions_since(SINCE_SECONDARY))
 def test_every_member_of_a_tier_is_decided(version: str) -> None:
-    """A member that a version adds is implemented, or listed here with the reason why vLLM's own is right."""
+    """Each member that a version adds is implemented, or listed here with the reason to inherit it."""
     inherited = {
         "block_size_bytes": "the size of a slot of vLLM's RAM",
         "bp_detector": "vLLM measures the stores and drops some of them",
         "cache_hit_source": "follows from `medium`",
         "serve_external_requests": "no peer asks our tiers",
     }
-    ours = our_classes()["KVOffloadTier"].keys() | {"medium", "tolerates_off_thread_polling"}
-    assert set(forms("SecondaryTierManager", version)) - ours <= inherited.keys()
+    our_members = our_classes()["KVOffloadTier"].keys() | {"medium", "tolerates_off_thread_polling"}
+    assert set(forms("SecondaryTierManager", version)) - our_members <= inherited.keys()
 
 
 def test_the_result_of_a_job_has_the_fields_that_we_set() -> None:
@@ -138,12 +138,12 @@ BUILT_ON = {
 
 @pytest.mark.parametrize("interface", list(BUILT_ON))
 def test_the_methods_that_the_connector_overrides_are_unchanged(interface: str) -> None:
-    """Unchanged since the first version that the connector supports."""
-    first, *others = [forms(interface, version) for version in versions_since(SINCE_CONNECTOR)]
-    assert others
-    for other in others:
-        assert [other[member] for member in BUILT_ON[interface]] == [
-            first[member] for member in BUILT_ON[interface]
+    """They are unchanged since the first version that the connector supports."""
+    oldest, *newer_versions = [forms(interface, version) for version in versions_since(SINCE_CONNECTOR)]
+    assert newer_versions
+    for newer in newer_versions:
+        assert [newer[member] for member in BUILT_ON[interface]] == [
+            oldest[member] for member in BUILT_ON[interface]
         ]
 
 
@@ -167,7 +167,7 @@ def calls_of_devices() -> list[tuple[str, ast.Call]]:
 
 @pytest.mark.parametrize("version", versions_since(SINCE_DEVICES))
 def test_vllms_copies_on_devices_take_our_calls(version: str) -> None:
-    """`cuda` calls nothing else of vLLM."""
+    """`cuda` makes no other calls to vLLM."""
     handler, registering = forms(HANDLER, version), forms(HOST_REGISTER, version)
     calls = calls_of_devices()
     assert {name for name, _ in calls} == {HANDLER, *OF_A_HANDLER, *registering}
@@ -175,7 +175,7 @@ def test_vllms_copies_on_devices_take_our_calls(version: str) -> None:
         of_a_class = name not in registering
         form = (handler if of_a_class else registering)["__init__" if name == HANDLER else name]
         by_name = {parameter.arg: parameter.value for parameter in call.keywords if parameter.arg is not None}
-        assert len(by_name) == len(call.keywords), "spelled out, so that it can be checked"
+        assert len(by_name) == len(call.keywords), "keywords must be spelled out, so that they can be checked"
         signature(form).bind(*["self"] * of_a_class, *call.args, **by_name)
 
 
@@ -185,11 +185,11 @@ def test_vllms_copies_on_devices_take_our_calls(version: str) -> None:
         ("0.32.0", {"use_v2_model_runner": True}, {"needs_kv_cache_zeroing": True}, True),
         ("0.32.0", {"use_v2_model_runner": True}, {"needs_kv_cache_zeroing": False}, False),
         ("0.32.0", {"use_v2_model_runner": False}, {"needs_kv_cache_zeroing": True}, False),
-        # What a version does not say counts as late.
+        # An unknown fact counts as late.
         ("0.34.0", {}, {"needs_kv_cache_zeroing": True}, True),
         ("0.33.0", {"use_v2_model_runner": True}, {}, True),
         ("built from source", {}, {}, True),
-        # These run without a GPU only, and there is no runner V2 for that.
+        # These versions run only without a GPU, and then there is no runner V2.
         ("0.25.0", {}, {}, False),
         ("0.31.2+cpu", {}, {"needs_kv_cache_zeroing": True}, False),
     ],
@@ -261,7 +261,9 @@ def test_facts_since_0_26() -> None:
     assert engine_facts(SimpleNamespace(config=config)).replica == "replica-1"
     assert (facts.tokens_per_block, facts.blocks_per_chunk, facts.worker_block_bytes) == ((16, 32), 3, 4096)
     assert (facts.num_workers, facts.rank, facts.replicated, facts.enable_events) == (2, 1, False, True)
-    assert facts_with_chunks(SimpleNamespace(config=config), facts, 7) is facts, "vLLM has read it"
+    assert facts_with_chunks(SimpleNamespace(config=config), facts, 7) is facts, (
+        "vLLM has already read the option"
+    )
     config.replicated_layout = True
     assert engine_facts(SimpleNamespace(config=config)).replicated
 
