@@ -37,14 +37,14 @@ class Faulty(NaiveReuse):
         super().__init__(2, 9)
 
 
-class CountsQuestions(Faulty):
+class CountsInAdmit(Faulty):
     def admit(self, keys: Keys) -> BoolArray:
         allowed = super().admit(keys)
         self.count(keys)
         return allowed
 
 
-class AnswersForAll(Faulty):
+class AdmitsAll(Faulty):
     def admit(self, keys: Keys) -> BoolArray:
         return super().admit(keys).all(keepdims=True)
 
@@ -84,8 +84,8 @@ class IsOffByOne(Faulty):
 
 
 FAULTS: list[tuple[type[Any], str, str]] = [
-    (CountsQuestions, "test_it_answers_for_each_block_and_admits_a_length", "admit\\(\\) changed the rule"),
-    (AnswersForAll, "test_it_answers_for_each_block_and_admits_a_length", "admit returns"),
+    (CountsInAdmit, "test_it_answers_for_each_block_and_admits_a_length", "admit\\(\\) changed the rule"),
+    (AdmitsAll, "test_it_answers_for_each_block_and_admits_a_length", "admit returns"),
     (LeadsFromTheEnd, "test_it_answers_for_each_block_and_admits_a_length", "leading returns"),
     (NeverForgets, "test_memory_is_bounded", "grows without limit"),
     (RemembersAcrossReset, "test_reset_forgets_everything", "kept counts"),

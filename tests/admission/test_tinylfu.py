@@ -91,7 +91,7 @@ def test_reset_forgets_counts_and_admits_the_first_blocks(manager: OffloadingMan
     assert offer(manager, "x") == "x"
 
 
-def test_it_is_found_by_name_and_as_large_as_the_cache() -> None:
+def test_it_is_found_by_name_with_the_size_of_the_cache() -> None:
     rule = make("arc", 16, admission="tinylfu").admission
     assert isinstance(rule, TinyLFUAdmission)
     assert len(rule._sketch.table) == 16

@@ -1,4 +1,4 @@
-"""The rule `worth`: what it expects, what it spends, and what it saves."""
+"""The rule `worth`: expected uses, spent budget, and saved blocks."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def test_expected_uses_by_hand() -> None:
     rule.missed(keys_of([0]))  # looked up twice
     rule.count(keys_of([0]))
     rule.count(keys_of([0]))
-    rule.count(keys_of(range(100, 2_100)))  # the price is set
+    rule.count(keys_of(range(100, 2_100)))  # sets the price
     expected = rule.expected_uses
-    # One of 2,003 blocks of one request was missed; the uses of a block with two requests were not.
+    # One miss among 2,003 blocks with one request; no miss among blocks with two requests.
     assert expected[1] == pytest.approx(1 / (2_003 + 2), rel=1e-3)
-    assert (expected[2:] == expected[1]).all(), "no less than a block with fewer requests"
+    assert (expected[2:] == expected[1]).all(), "at least the value of a block with fewer requests"
 
 
 def test_a_use_that_ram_has_is_worth_nothing() -> None:
@@ -99,10 +99,10 @@ def test_the_parent_of_an_admitted_block_is_admitted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("store", "more"),
+    ("store", "advantage"),
     [pytest.param("on-compute", 0.001, marks=pytest.mark.slow), ("on-device-eviction", 0.02)],
 )
-def test_it_saves_more_than_first_come_with_the_same_budget(store: str, more: float) -> None:
+def test_it_saves_more_than_first_come_with_the_same_budget(store: str, advantage: float) -> None:
     trace = generate(builtin("chat"))
     a_day = 3_000 / (np.ptp(trace.timestamps_ms) / 86_400_000)
     saved = {}
@@ -113,7 +113,7 @@ def test_it_saves_more_than_first_come_with_the_same_budget(store: str, more: fl
         report = Replay(trace, ReplayConfig(1_024, "hazard", "all", 950, store, (tier,))).run()
         assert report.tiers[1].blocks_written <= 3_000
         saved[rule] = report.prefix_hit_ratio
-    assert saved["worth"] > saved["all"] + more
+    assert saved["worth"] > saved["all"] + advantage
 
 
 def test_its_parameter_is_an_option() -> None:

@@ -1,4 +1,4 @@
-"""`bench/gpu_check.py`: what it says of parts that ran, failed, or could not run. CI runs all of it."""
+"""`bench/gpu_check.py` reports parts that ran, failed, or could not run. CI runs the whole script."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check() -> Any:
 
 
 def ran(parts: list[dict[str, Any]] | None, code: int) -> Any:
-    """In place of `subprocess.run`: a process that writes these parts, and ends so."""
+    """Return a stand-in for `subprocess.run`: a process that writes these parts, and exits with this code."""
 
     def run(command: list[str], **settings: Any) -> Any:
         if parts is not None:
@@ -53,14 +53,16 @@ def test_on_a_gpu_every_engine_is_tried(check: Any, monkeypatch: pytest.MonkeyPa
     engines = [" ".join(arguments[3:]) for arguments in tried[1:]]
     assert len(engines) == len(set(engines)) == 7
     for needed in ("V1 --graphs off", "V2 --graphs on", "V2 --graphs on --zeroing", "--tp 2"):
-        assert any(needed in one for one in engines), needed
+        assert any(needed in engine for engine in engines), needed
 
 
-def test_without_a_gpu_the_table_says_what_was_not_run(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_the_table_lists_parts_that_were_not_run(
+    check: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(check, "vllm_part", lambda arguments: [{"part": "x", "status": "passed", "why": ""}])
     parts = check.vllm_parts(is_gpu=False)
-    assert [one["status"] for one in parts] == ["passed"] * 2 + ["not run"] * 7
+    assert [part_report["status"] for part_report in parts] == ["passed"] * 2 + ["not run"] * 7
     text = check.table(parts)
     assert text.count("no GPU here") == 7
 
@@ -71,7 +73,7 @@ def test_without_a_gpu_the_table_says_what_was_not_run(check: Any, monkeypatch: 
         ([{"part": "a", "status": "passed", "why": ""}], 0, ["passed"]),
         ([{"part": "a", "status": "not run", "why": "one GPU"}], 0, ["not run"]),
         ([{"part": "a", "status": "failed", "why": "wrong answers"}], 1, ["failed"]),
-        # A device that is gone takes the process with it.
+        # A lost device kills the process.
         ([{"part": "a", "status": "passed", "why": ""}], -6, ["passed", "failed"]),
         (None, -11, ["failed"]),
     ],
@@ -80,8 +82,8 @@ def test_a_process_that_dies_is_a_part_that_failed(
     check: Any, monkeypatch: pytest.MonkeyPatch, parts: Any, code: int, statuses: list[str]
 ) -> None:
     monkeypatch.setattr(check.subprocess, "run", ran(parts, code))
-    found = check.vllm_part(["engine", "--device", "cuda"])
-    assert [one["status"] for one in found] == statuses
-    for one in found:
-        assert ("output" in one) == (one["status"] == "failed")
-    assert "output" not in check.table(found)
+    reports = check.vllm_part(["engine", "--device", "cuda"])
+    assert [report["status"] for report in reports] == statuses
+    for report in reports:
+        assert ("output" in report) == (report["status"] == "failed")
+    assert "output" not in check.table(reports)

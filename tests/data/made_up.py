@@ -1,7 +1,7 @@
-"""How `made_up.jsonl.xz` was made: chats and agents of the built-in workloads, merged by time.
+"""The program that made `made_up.jsonl.xz`: chats and agents of the built-in workloads, merged by time.
 
-Written as recordings are: the last block of most prompts is not full, and its id is there all the same. The
-file is what counts: when the workloads change, it stays as it is.
+As in recordings, the last block of most prompts is not full, but has an id. The file is not made again when
+the workloads change.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvoffload.traces.workloads import builtin
 
 
 def main() -> None:
-    rng, seen, requests = np.random.default_rng(5), {}, []
+    rng, block_numbers, requests = np.random.default_rng(5), {}, []
     for name, sessions, seed in (("chat", 120, 11), ("agent", 4, 12)):
         trace = generate(builtin(name, sessions=sessions, seed=seed))
         for row in range(trace.requests):
@@ -25,13 +25,13 @@ def main() -> None:
             requests.append((int(trace.timestamps_ms[row]), name, blocks, int(trace.output_tokens[row])))
     lines = []
     for timestamp, name, blocks, output_length in sorted(requests, key=lambda r: (r[0], r[1] != "agent")):
-        ids = [seen.setdefault((name, block), len(seen)) for block in blocks]
-        rest = int(rng.integers(0, 512))
+        ids = [block_numbers.setdefault((name, block), len(block_numbers)) for block in blocks]
+        num_rest_tokens = int(rng.integers(0, 512))
         line = {
             "timestamp": timestamp,
-            "input_length": 512 * len(ids) + rest,
+            "input_length": 512 * len(ids) + num_rest_tokens,
             "output_length": output_length,
-            "hash_ids": ids + ([10**7 + len(lines)] if rest else []),
+            "hash_ids": ids + ([10**7 + len(lines)] if num_rest_tokens else []),
         }
         lines.append(json.dumps(line) + "\n")
     content = lzma.compress("".join(lines).encode(), preset=9)

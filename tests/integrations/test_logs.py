@@ -21,7 +21,7 @@ class _Kept(logging.Handler):
 
 @pytest.fixture
 def root() -> Iterator[_Kept]:
-    """A handler of the root logger, as of an engine that calls `logging.basicConfig`."""
+    """A handler of the root logger, as in an engine that calls `logging.basicConfig`."""
     library, kept = logging.getLogger("kvoffload"), _Kept()
     handlers, propagates = library.handlers, library.propagate
     library.handlers, library.propagate = [], True
@@ -37,7 +37,7 @@ def test_an_engine_that_logs_through_the_root_has_each_line_once(root: _Kept) ->
     assert root.lines == ["kvoffload: a block is damaged"]
 
 
-def test_an_engine_with_a_handler_of_its_own_has_each_line_once(root: _Kept) -> None:
+def test_an_engine_with_its_own_handler_has_each_line_once(root: _Kept) -> None:
     engine, kept = logging.getLogger("engine_without_root"), _Kept()
     engine.propagate = False
     engine.addHandler(kept)

@@ -64,9 +64,9 @@ def write(store: ObjectStore, numbers: list[int], size: int) -> list[bool]:
 def read(store: ObjectStore, numbers: list[int], size: int) -> list[bytes | None]:
     memory = np.full(len(numbers) * size, 0xA5, np.uint8)
     ok = store.load([key(number) for number in numbers], extents(memory, size)).tolist()
-    found = [memory[start : start + size].tobytes() for start in range(0, memory.nbytes, size)]
-    assert all(is_there or set(bytes_) == {0xA5} for is_there, bytes_ in zip(ok, found, strict=True))
-    return [bytes_ if is_there else None for is_there, bytes_ in zip(ok, found, strict=True)]
+    buffers = [memory[start : start + size].tobytes() for start in range(0, memory.nbytes, size)]
+    assert all(is_there or set(bytes_) == {0xA5} for is_there, bytes_ in zip(ok, buffers, strict=True))
+    return [bytes_ if is_there else None for is_there, bytes_ in zip(ok, buffers, strict=True)]
 
 
 @pytest.fixture
@@ -104,8 +104,8 @@ def test_against_a_dictionary(data: st.DataObject) -> None:
             expected = [content(number, size) if number in twin else None for number in numbers]
             assert read(store, numbers, size) == expected
         elif action == "find":
-            found = store.find([key(number) for number in numbers], size).tolist()
-            assert found == [number in twin for number in numbers]
+            present = store.find([key(number) for number in numbers], size).tolist()
+            assert present == [number in twin for number in numbers]
         else:
             store.delete([key(number) for number in numbers], size)
             for number in numbers:
@@ -175,7 +175,7 @@ def test_a_late_read_does_not_touch_the_callers_memory() -> None:
 
 @pytest.mark.parametrize("kind", ["load", "store"])
 def test_a_job_that_ends_just_after_the_deadline_frees_its_buffer(kind: str) -> None:
-    """Another thread takes the result between the caller's last look at the job and the end of its call."""
+    """Another thread takes the result between the caller's last poll of the job and the end of its call."""
     tier = ScriptedTier(BLOCK, immediate=True)
     store = store_of(tier, staging=4 * BLOCK, clock=TickingClock())
     assert all(write(store, [1], BLOCK))
@@ -249,7 +249,7 @@ def test_an_object_of_too_many_blocks_is_a_miss(caplog: pytest.LogCaptureFixture
 
 
 def test_a_store_that_a_reset_overtakes_writes_nothing() -> None:
-    """Its objects may be of the weights before the reset."""
+    """The objects may belong to the weights before the reset."""
     tier = ScriptedTier(BLOCK, immediate=True)
     tier.room, waits, written = 0, threading.Event(), list[bool]()
     tier.on_call = lambda method: waits.set() if method == "queue_room" else None
@@ -277,7 +277,7 @@ class SlowTier(ScriptedTier):
         return self.confirmed.wait(timeout_s)
 
 
-def test_other_calls_go_on_while_a_reset_waits_for_a_tier() -> None:
+def test_other_calls_continue_while_a_reset_waits_for_a_tier() -> None:
     tier, answers = SlowTier(), list[bool]()
     store = store_of(tier)
     assert write(store, [1], BLOCK) == [True]
@@ -352,7 +352,7 @@ def test_refused_counts_as_done_and_busy_does_not(disk: ObjectStore, tmp_path: P
 
 
 def test_a_path_keeps_its_beginning(tmp_path: Path) -> None:
-    """Under LRU the tail of a path leaves first, and a path that was read last stays."""
+    """Under LRU the tail of a path is evicted first, and the path read last stays."""
     tier = DiskTier(tmp_path / "small", 2 << 20, BLOCK, key_bytes=KEY_BYTES, fingerprint="objects")
     store, room = store_of(tier), tier.stats().capacity
     for start in range(0, 3 * room, 10):
@@ -388,7 +388,7 @@ def test_a_raising_tier_is_a_miss() -> None:
 
 
 def test_threads_at_once(disk: ObjectStore) -> None:
-    """Four threads write, read and look up overlapping objects; nobody gets wrong bytes."""
+    """Four threads write, read and look up overlapping objects; no thread gets wrong bytes."""
     seed = random.randrange(1 << 30)
     print("seed", seed)
     errors = list[BaseException]()
@@ -398,11 +398,11 @@ def test_threads_at_once(disk: ObjectStore) -> None:
         chance = random.Random(seed + number)
         try:
             for _ in range(40):
-                some = chance.sample(range(60), 12)
+                chosen = chance.sample(range(60), 12)
                 if chance.random() < 0.5:
-                    write(disk, some, size)
-                for wanted, found in zip(some, read(disk, some, size), strict=True):
-                    assert found is None or found == content(wanted, size)
+                    write(disk, chosen, size)
+                for wanted, result in zip(chosen, read(disk, chosen, size), strict=True):
+                    assert result is None or result == content(wanted, size)
         except BaseException as error:
             errors.append(error)
 
@@ -412,7 +412,7 @@ def test_threads_at_once(disk: ObjectStore) -> None:
     for thread in threads:
         thread.join()
     assert not errors, errors
-    assert sum(found is not None for found in read(disk, list(range(60)), size)) > 50
+    assert sum(served is not None for served in read(disk, list(range(60)), size)) > 50
 
 
 def test_after_close_everything_is_a_miss(disk: ObjectStore) -> None:

@@ -23,7 +23,7 @@ with warnings.catch_warnings():
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """LMCache and its libraries warn at import and use."""
+    """Ignore warnings of LMCache and its libraries at import and use."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.filterwarnings("ignore"))

@@ -1,4 +1,4 @@
-"""`KVOffloadAdapter` behind LMCache's own factory, objects and check; damage, delays and lost tiers."""
+"""`KVOffloadAdapter` with LMCache's own factory, objects and check; damage, delays and lost tiers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Make = Callable[..., Any]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    """A function that makes our adapter through LMCache's factory; all are closed in the end."""
+    """A function that makes our adapter through LMCache's factory; closes all adapters at the end."""
     made: list[Any] = []
 
     def adapter(**params: Any) -> Any:
@@ -45,8 +45,8 @@ def make(tmp_path: Path) -> Iterator[Make]:
         return made[-1]
 
     yield adapter
-    for one in made:
-        one.close()
+    for made_adapter in made:
+        made_adapter.close()
 
 
 def plugin(params: dict[str, Any]) -> PluginL2AdapterConfig:
@@ -59,19 +59,19 @@ def plugin(params: dict[str, Any]) -> PluginL2AdapterConfig:
     )
 
 
-def key(number: int, **more: Any) -> ObjectKey:
+def key(number: int, **fields: Any) -> ObjectKey:
     values: dict[str, Any] = {
         "chunk_hash": number.to_bytes(32, "big"),
         "model_name": MODEL,
         "kv_rank": 0x01000100,
     }
-    return ObjectKey(**{**values, **more})
+    return ObjectKey(**{**values, **fields})
 
 
 def memory(
     number: int | None, dtype: torch.dtype = torch.bfloat16, shape: torch.Size = SHAPE
 ) -> TensorMemoryObj:
-    """An object of LMCache's, with the bytes of a number."""
+    """Return an LMCache object whose bytes repeat a number."""
     raw = torch.zeros(shape.numel() * dtype.itemsize, dtype=torch.uint8)
     if number is not None:
         raw.copy_(torch.from_numpy(np.random.default_rng(number).integers(0, 256, raw.numel(), np.uint8)))
@@ -118,20 +118,20 @@ def look_up(adapter: Any, keys: Sequence[ObjectKey], layouts: Any = LAYOUTS) -> 
 
 
 def read(adapter: Any, keys: Sequence[ObjectKey], objects: list[TensorMemoryObj]) -> list[int]:
-    found = answer(
+    rows_read = answer(
         lambda: adapter.submit_load_task(list(keys), objects),
         adapter.query_load_result,
         adapter.get_load_event_fd(),
     )
     adapter.submit_unlock(list(keys))
-    return found
+    return rows_read
 
 
 def bytes_of(obj: TensorMemoryObj) -> bytes:
     return bytes(obj.byte_array)
 
 
-def test_objects_come_back(make: Make) -> None:
+def test_stored_objects_are_loaded(make: Make) -> None:
     adapter = make()
     keys, objects = [key(n) for n in range(8)], [memory(n) for n in range(8)]
     assert (
@@ -444,7 +444,7 @@ def test_damage_is_a_miss(make: Make, tmp_path: Path) -> None:
 
 
 def test_lmcaches_fault_injection(tmp_path: Path) -> None:
-    """LMCache drops the third of five loads; the other objects are complete, and all are there afterwards."""
+    """LMCache drops the third of five loads; the others are complete, and all can be read afterwards."""
     plain = {
         "type": "plugin",
         "module_path": "kvoffload.integrations.lmcache",

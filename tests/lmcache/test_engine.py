@@ -19,7 +19,7 @@ CHUNK, PROMPTS = 64, 3
 
 
 def answers(model: Path, url: str, prompts: list[list[int]]) -> list[dict[str, Any]]:
-    """The answers of a new engine."""
+    """Start a new engine; return its answers."""
     done = subprocess.run(
         [
             *(sys.executable, "-W", "ignore", "-m", "support.lmcache_engine"),

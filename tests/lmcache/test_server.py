@@ -68,14 +68,14 @@ def test_a_second_server_serves_the_kv_of_the_first(kind: str, tmp_path: Path) -
 
 
 def hits_of(report: str) -> list[int]:
-    """The number of hits, of two chunks, at the first lookup of each request."""
+    """Return the number of hits, of two chunks, at the first lookup of each request."""
     hits = [int(count) for count in re.findall(r"cold\] LOOKUP: (\d)/2 chunks hit", report)]
     assert len(hits) == REQUESTS, report
     return hits
 
 
 def sums_of(report: str) -> dict[str, str]:
-    """The checksum of each request's KV."""
+    """Return the checksum of each request's KV."""
     sums = dict(re.findall(r"\[seq (\d+)/\w+\] CHECKSUM: (\w+)", report))
     assert len(sums) == REQUESTS, report
     return sums

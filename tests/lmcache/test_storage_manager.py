@@ -37,12 +37,12 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         yield running.url
 
 
-def test_objects_go_to_a_tier_and_come_back_after_a_restart(example: ModuleType, tier: str) -> None:
+def test_objects_in_a_tier_are_loaded_after_a_restart(example: ModuleType, tier: str) -> None:
     written: list[bytes] = []
     before = 0
 
     def attempt() -> bool:
-        """Offer all objects to an empty L1. LMCache passes the objects on that the tier lacks."""
+        """Offer all objects to an empty L1. LMCache passes on the objects that the tier lacks."""
         nonlocal before
         first = example.storage_of(tier, deadline="60s")
         objects = first.reserve_write(example.KEYS, example.LAYOUT)
@@ -72,6 +72,6 @@ def test_objects_go_to_a_tier_and_come_back_after_a_restart(example: ModuleType,
     assert second.wait_prefetch_status(handle, 60.0)
     result = second.query_prefetch_status(handle)
     assert result.l2_hit_count == len(example.KEYS)
-    with second.read_prefetched_results(example.KEYS) as found:
-        assert [bytes(obj.byte_array) for obj in found] == written
+    with second.read_prefetched_results(example.KEYS) as loaded:
+        assert [bytes(obj.byte_array) for obj in loaded] == written
     second.close()

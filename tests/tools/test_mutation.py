@@ -1,4 +1,4 @@
-"""tools/mutation.py: the same mutants for a seed, only those that can matter, run as what they are."""
+"""tools/mutation.py: a seed gives equal mutants, mutants can have an effect, and their own code runs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def mutants() -> Iterator[SimpleNamespace]:
-    """tools/mutants, which is no part of the package."""
+    """The modules of tools/mutants, which are not in the package."""
     sys.path.insert(0, str(ROOT / "tools"))
     try:
         parts = ("make", "names", "reach", "trial")
-        yield SimpleNamespace(**{part: importlib.import_module(f"mutants.{part}") for part in parts})
+        yield SimpleNamespace(**{module: importlib.import_module(f"mutants.{module}") for module in parts})
     finally:
         sys.path.remove(str(ROOT / "tools"))
         for name in [name for name in sys.modules if name.split(".")[0] == "mutants"]:
@@ -32,7 +32,7 @@ def mutants() -> Iterator[SimpleNamespace]:
 
 
 def write(root: Path, modules: dict[str, str]) -> Path:
-    """A package of these modules below `root`."""
+    """Write a package of these modules below `root`."""
     for name, text in modules.items():
         file = root / "kvoffload" / f"{name}.py"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -41,16 +41,16 @@ def write(root: Path, modules: dict[str, str]) -> Path:
 
 
 def changed_texts(make: ModuleType, source: str) -> set[str]:
-    """What the places of a source are, as texts."""
+    """Return the texts at the places of a source that can be mutated."""
     lines = textwrap.dedent(source).splitlines()
-    found = set()
+    texts = set()
     for first, last in make.places(textwrap.dedent(source)):
         assert first[0] == last[0], "these examples have one line each"
-        found.add(lines[first[0] - 1][first[1] : last[1]])
-    return found
+        texts.add(lines[first[0] - 1][first[1] : last[1]])
+    return texts
 
 
-# ---- which
+# ---- choice of mutants
 
 
 def test_a_seed_is_an_order_of_mutants(mutants: SimpleNamespace) -> None:
@@ -72,7 +72,7 @@ def test_mutants_are_other_programs(mutants: SimpleNamespace) -> None:
         assert mutant.diff.count("\n+") >= 1
 
 
-def test_what_cannot_matter_is_left_out(mutants: SimpleNamespace) -> None:
+def test_changes_without_effect_are_excluded(mutants: SimpleNamespace) -> None:
     source = '''
         """Not 1 of these."""
         Name: TypeAlias = 2 | 3
@@ -92,7 +92,7 @@ def test_what_cannot_matter_is_left_out(mutants: SimpleNamespace) -> None:
     }  # fmt: skip
 
 
-def test_statements_are_removed_that_outlive_the_function(mutants: SimpleNamespace) -> None:
+def test_statements_with_lasting_effects_are_removed(mutants: SimpleNamespace) -> None:
     source = """
         def f(a):
             '''No statement.'''
@@ -108,7 +108,7 @@ def test_statements_are_removed_that_outlive_the_function(mutants: SimpleNamespa
     } - {"+="}  # fmt: skip
 
 
-# ---- who notices
+# ---- users of a changed line
 
 
 TOY = {
@@ -146,7 +146,7 @@ def test_kernels_have_what_is_compiled_into_them(mutants: SimpleNamespace, tmp_p
 
     def used_by(path: str, line: int) -> set[str]:
         place = mutants.names.at(known, f"kvoffload/{path}.py", line)
-        return {one.names[0] for one in mutants.names.users(known, place)}
+        return {user.names[0] for user in mutants.names.users(known, place)}
 
     assert used_by("constants", 1) == {"clipped", "one", "ask"}
     assert used_by("core/helpers", 7) == {"one", "ask"}
@@ -181,7 +181,7 @@ def test_a_mutant_keeps_time_and_size_and_drops_its_kernels(mutants: SimpleNames
     assert kept("kvoffload/caller.py", 5) == {"helpers.one", "helpers.other", pyc}
 
 
-# ---- the whole
+# ---- the whole tool
 
 ADDED = """
     STEP = 1
@@ -252,10 +252,10 @@ def test_mutants_meet_the_tests_that_can_notice_them(
         return result.outcome.value, result.by, result.num_tests
 
     assert outcome(7, "    return x + 1") == ("killed", "test_toy.py::test_added", 1)
-    # A test that fails once, and not when it is run again, does not count.
+    # A test that fails once and passes when it is repeated does not count.
     assert outcome(10, "    return x > 1") == ("survived", "", 1)
     assert outcome(13, "    return x + 1") == ("not reached", "", 0)
-    # A helper of kernels runs unseen, a constant is read unseen: the tests of those who use them.
+    # Runs of kernel helpers and reads of constants are not traced: the tests of their users run.
     assert outcome(20, "    return 3 * x")[:2] == ("killed", "test_toy.py::test_loose")
     assert outcome(2, "STEP = 9") == ("killed", "test_toy.py::test_added", 1)
     killed, by, _ = outcome(10, "    import os; os.kill(os.getpid(), 11)")

@@ -1,4 +1,4 @@
-"""A wheel with kernels: the files of the pure wheel, its own tag, and a true RECORD."""
+"""A wheel with kernels has the files of the pure wheel, its own tag, and a correct RECORD."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_copy_equals_a_loop_for_any_rows_sizes_and_alignments(data):
     dst_rows = np.array([destination for _, destination in pairs], dtype)
     copy_blocks(src, src_rows, dst, dst_rows)
     assert np.array_equal(dst, expected)
-    # Not a byte beside the blocks.
+    # No byte between the blocks has changed.
     dst[:] = 0
     assert not around.any()
 
@@ -103,20 +103,20 @@ def test_a_row_out_of_range_is_named_and_nothing_moves(dtype, side, bad):
 
 
 def test_arrays_that_do_not_fit_together_are_refused():
-    src, dst, one = numbered(4, 64), np.zeros((4, 64), np.uint8), np.array([0])
+    src, dst, row = numbered(4, 64), np.zeros((4, 64), np.uint8), np.array([0])
     with pytest.raises(ValueError, match="src has blocks of 64 bytes and dst of 32"):
-        copy_blocks(src, one, dst[:, :32], one)
+        copy_blocks(src, row, dst[:, :32], row)
     with pytest.raises(ValueError, match="2 src_rows but 1 dst_rows"):
-        copy_blocks(src, np.array([0, 1]), dst, one)
+        copy_blocks(src, np.array([0, 1]), dst, row)
     with pytest.raises(ValueError, match="contiguous rows"):
-        copy_blocks(src[:, ::2], one, dst[:, :32], one)
+        copy_blocks(src[:, ::2], row, dst[:, :32], row)
     with pytest.raises(ValueError, match="uint8"):
-        copy_blocks(src.view(np.int8), one, dst, one)
+        copy_blocks(src.view(np.int8), row, dst, row)
     with pytest.raises(ValueError, match="integers, not float64"):
-        copy_blocks(src, np.array([0.0]), dst, one)
+        copy_blocks(src, np.array([0.0]), dst, row)
     dst.flags.writeable = False
     with pytest.raises(ValueError, match="read-only"):
-        copy_blocks(src, one, dst, one)
+        copy_blocks(src, row, dst, row)
 
 
 def test_no_rows_are_no_copy():
@@ -129,8 +129,8 @@ def test_threads_copy_different_rows_at_the_same_time():
     src, dst = numbered(256, 16384), np.zeros((256, 16384), np.uint8)
     order = np.random.default_rng(1).permutation(256)
     threads = [
-        threading.Thread(target=copy_blocks, args=(src, order[part::4], dst, order[part::4]))
-        for part in range(4)
+        threading.Thread(target=copy_blocks, args=(src, order[offset::4], dst, order[offset::4]))
+        for offset in range(4)
     ]
     for thread in threads:
         thread.start()
@@ -144,13 +144,13 @@ def test_coalesced_runs_describe_the_same_copies(pairs):
     src_rows = np.array([a for a, _ in pairs], np.int64)
     dst_rows = np.array([b for _, b in pairs], np.int64)
     starts = coalesce(src_rows, dst_rows).tolist()
-    said = [
+    described = [
         (src_rows[start] + i, dst_rows[start] + i)
         for start, end in itertools.pairwise(starts)
         for i in range(end - start)
     ]
-    assert said == pairs
-    # No two runs could have been one.
+    assert described == pairs
+    # No two runs could have been merged.
     assert all(
         (b[0] - a[0], b[1] - a[1]) != (1, 1) for a, b in ((pairs[s - 1], pairs[s]) for s in starts[1:-1])
     )
@@ -261,7 +261,7 @@ def test_the_engine_of_a_cpu_tensor_stores_and_loads():
     assert torch.equal(device[[3, 5, 0, 1]], original[[4, 0, 1, 2]])
 
 
-# The parts of the CUDA engine that need no device
+# Parts of the CUDA engine that need no device
 
 
 @needs_torch

@@ -1,4 +1,4 @@
-"""The CUDA engine on a fake runtime (`fake_cuda`), whose copies run early, late, or in between."""
+"""The CUDA engine on a fake runtime (`fake_cuda`) whose copies run early, late, or at random times."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ def there_and_back(runtime: FakeCuda, pool: Any, blocks: Any) -> None:
 def test_blocks_are_stored_and_loaded(fake: Any, order: str | int, block_bytes: int) -> None:
     runtime = fake(order)
     there_and_back(runtime, paged(8, block_bytes), numbered(6, block_bytes))
-    assert runtime.spins == 0, "who waits sleeps"
+    assert runtime.spins == 0, "waits must sleep"
 
 
 @pytest.mark.parametrize("block_bytes", [GATHERED, RUNS], ids=["gathered", "runs"])
 def test_all_calls_use_the_tensors_device(fake: Any, block_bytes: int) -> None:
-    """With another current device, a call of the runtime there would create a context of 0.5 GiB."""
+    """Another device is current: a call there would create a context of 0.5 GiB."""
     runtime = fake()
     there_and_back(runtime, paged(8, block_bytes), numbered(6, block_bytes))
     assert runtime.contexts == {3}
@@ -93,13 +93,13 @@ def test_a_store_sees_what_the_callers_stream_computed_before(
     raw = runtime.bytes_of(device)
     runtime.current_stream("cuda:3").submit(lambda: raw.fill_(7))
     transfer = engine.store(rows, pool, rows)
-    assert runtime.host_waits == 0, "indices and buffers are pinned: the host goes on"
+    assert runtime.host_waits == 0, "indices and buffers are pinned: the host continues"
     transfer.wait()
     assert (pool[rows] == 7).all()
     runtime.current_stream("cuda:3").submit(lambda: raw.fill_(9))
     pool[:] = 5
     engine.load(pool, rows, rows).wait()
-    assert (raw[rows] == 5).all(), "a load comes after what the caller's stream wrote before"
+    assert (raw[rows] == 5).all(), "a load follows earlier writes of the caller's stream"
     assert runtime.host_waits == 0
     engine.close()
 
@@ -135,25 +135,25 @@ def test_a_pool_is_pinned_once_and_unpinned(fake: Any) -> None:
     assert runtime.registered == {}
     engine.close()
     engine.store(rows, whole, rows).wait()
-    assert list(runtime.registered) == [whole.ctypes.data], "used again, it is pinned again"
+    assert list(runtime.registered) == [whole.ctypes.data], "a pool that is used again is pinned again"
     engine.close()
 
 
 def test_invalid_arguments_raise_before_any_copy(fake: Any) -> None:
     runtime = fake()
     engine, _ = engine_on(runtime, numbered(4, 64))
-    one, pool = np.array([0]), paged(4, 64)
+    row, pool = np.array([0]), paged(4, 64)
     with pytest.raises(IndexError, match=r"device_rows\[0\] is 4"):
-        engine.store(np.array([4]), pool, one)
+        engine.store(np.array([4]), pool, row)
     with pytest.raises(IndexError, match=r"slots\[0\] is -1"):
-        engine.load(pool, np.array([-1]), one)
+        engine.load(pool, np.array([-1]), row)
     with pytest.raises(ValueError, match="pool has blocks of 32 bytes"):
-        engine.store(one, paged(4, 32), one)
+        engine.store(row, paged(4, 32), row)
     with pytest.raises(ValueError, match="2 device_rows but 1 slots"):
-        engine.store(np.array([0, 1]), pool, one)
+        engine.store(np.array([0, 1]), pool, row)
     pool.flags.writeable = False
     with pytest.raises(ValueError, match="pool is read-only"):
-        engine.store(one, pool, one)
+        engine.store(row, pool, row)
     assert not any(stream.queue for stream in runtime.streams)
     assert runtime.registered == {}
 
@@ -204,14 +204,16 @@ def test_a_pool_that_is_not_pinned_goes_through_a_pinned_buffer(
     fake: Any, order: str | int, block_bytes: int
 ) -> None:
     runtime, pool = fake(order), paged(8, block_bytes)
-    runtime.registered[pool.ctypes.data - 8] = pool.ctypes.data + 8  # somebody else's, over the first page
+    runtime.registered[pool.ctypes.data - 8] = (
+        pool.ctypes.data + 8
+    )  # another owner's range, over the first page
     there_and_back_beside(runtime, pool, numbered(6, block_bytes))
     assert runtime.host_waits == 0
 
 
 def there_and_back_beside(runtime: FakeCuda, pool: Any, blocks: Any) -> None:
     """Run `there_and_back` beside memory that another owner has pinned and keeps."""
-    others = dict(runtime.registered)
+    registered_before = dict(runtime.registered)
     engine, device = engine_on(runtime, blocks)
     rows, back = np.array([4, 0, 1, 2]), np.array([3, 5, 0, 1])
     slots = np.array([6, 1, 2, 7])
@@ -220,7 +222,7 @@ def there_and_back_beside(runtime: FakeCuda, pool: Any, blocks: Any) -> None:
     engine.load(pool, slots, back).wait()
     assert np.array_equal(runtime.bytes_of(device).numpy()[back], blocks[rows])
     engine.close()
-    assert runtime.registered == others
+    assert runtime.registered == registered_before
 
 
 @pytest.mark.parametrize("block_bytes", [GATHERED, RUNS], ids=["gathered", "runs"])
@@ -306,7 +308,7 @@ def test_closing_after_a_permanent_error_keeps_the_memory(
 def test_closing_unpins_if_the_device_can_be_synchronized(fake: Any) -> None:
     runtime, pool = fake(LATE), paged(4, 64)
     engine, _ = engine_on(runtime, numbered(4, 64))
-    storing, _ = runtime.streams[-2:]  # of the engine
+    storing, _ = runtime.streams[-2:]  # the engine's streams
     engine.store(np.arange(4), pool, np.arange(4))
     assert storing.queue
 
