@@ -102,9 +102,9 @@ def place(mutant: Mutant, reach: Reach, base: Path, source: Path) -> None:
         for stale in kept.glob(f"{Path(kernel.path).stem}.{kernel.names[0]}-*.nb[ic]"):
             stale.unlink()
     # The package deletes all kernels if the stamp is not the digest of the sources.
-    digest = "from kvoffload.structures.kernel_cache import digest_of_sources as digest; print(digest(), end='')"
+    code = "from kvoffload.structures import kernel_cache; print(kernel_cache.digest_of_sources(), end='')"
     stamped = subprocess.run(
-        [reach.suite.python, "-c", digest], env=reach.suite.environment(source), capture_output=True, text=True
+        [reach.suite.python, "-c", code], env=reach.suite.environment(source), capture_output=True, text=True
     )
     if stamped.returncode == 0:  # otherwise the tests will show that the mutant cannot be imported
         (source / STAMP).write_text(stamped.stdout)
