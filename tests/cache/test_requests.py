@@ -322,6 +322,24 @@ def test_a_damaged_block_of_ram_comes_from_the_disk(tmp_path: Path) -> None:
         assert cache.stats().hit_tokens["disk"] == 8
 
 
+@pytest.mark.parametrize("refusing", ["admission=reuse:2", "small"])
+def test_flush_returns_true_if_a_tier_refuses_or_evicts_blocks(
+    tmp_path: Path, refusing: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each block is offered once, and closing reports no queued block."""
+    engine, num_prompts = TokenEngine(layout_of()), 60
+    tier = f"disk:{tmp_path}:" + ("400KiB" if refusing == "small" else f"16MiB,{refusing}")
+    with opened(tiers=[tier]) as cache:
+        for family in range(num_prompts):
+            serve(cache, engine, [family * 100 + n for n in range(9)], [0, 1, 2])
+        assert cache.flush(HANGS_S)
+        stats = cache.stats().tiers["disk"]
+        assert stats.capacity < 2 * num_prompts or refusing != "small", "the tier is smaller than RAM"
+    assert (stats.evicted > 0) == (refusing == "small")
+    assert (stats.refused > 0) == (refusing != "small")
+    assert not [text for text in caplog.messages if "queued" in text]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_damage_on_the_disk_serves_no_wrong_byte(tmp_path: Path, seed: int) -> None:
     """Bits are flipped and rows exchanged while the cache is open, and between two processes."""

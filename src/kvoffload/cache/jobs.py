@@ -192,6 +192,7 @@ class Jobs:
 
     async def flush(self, limit: Limit) -> bool:
         """Write all blocks of RAM to the tiers that lack them; see `TieredManager.flush`."""
+        num_lost = self.manager.num_lost()
         self.manager.offer_all()
         pause_s = _SHORTEST_PAUSE_S
         # In short slices, so that other jobs run in between, and an interrupt of the caller ends the wait.
@@ -200,7 +201,7 @@ class Jobs:
                 return False
             await asyncio.sleep(pause_s)
             pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
-        return self.manager.flush(0.0)  # False if the write of a block has failed
+        return self.manager.num_lost() == num_lost
 
     async def reset(self, limit: Limit) -> bool:
         """Forget every block in RAM and in the tiers.

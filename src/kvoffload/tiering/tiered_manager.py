@@ -436,9 +436,9 @@ class TieredManager:
         Call it before a process or a machine stops, so that its blocks can be used again. Returns False on
         time-out, or if a tier failed to write or dropped some of the blocks.
         """
-        until, num_lost = time.monotonic() + timeout_s, self._num_lost()
+        until, num_lost = time.monotonic() + timeout_s, self.num_lost()
         self.offer_all()
-        return self.settle(timeout_s) and self._stack.drain(until) and self._num_lost() == num_lost
+        return self.settle(timeout_s) and self._stack.drain(until) and self.num_lost() == num_lost
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until no tier has a job, and the blocks, deletions and resets of all tiers are durable.
@@ -521,10 +521,11 @@ class TieredManager:
         """Return the counters of each tier. Blocks of a job that the tier could not start count as failed."""
         return [lane.tier.stats() for lane in self.lanes]
 
-    # ---- inside
-
-    def _num_lost(self) -> int:
+    def num_lost(self) -> int:
+        """Return the number of blocks that tiers have failed to write or read, or have dropped."""
         return self.counts.not_offered + sum(stats.failed + stats.dropped for stats in self.tier_stats())
+
+    # ---- inside
 
     def _end_if_complete(self, ctx: RequestContext, wait: TierWait) -> None:
         """Report a request's blocks to the tiers if the request has finished and its stores have ended."""
