@@ -336,6 +336,51 @@ with kvoffload.open(model="toy", layout=layout_of(), ram="1MiB") as cache:
 """
 
 
+AFTER_MAIN = """
+import atexit, sys, threading
+sys.path.insert(0, {tests!r})
+import kvoffload
+from support.token_engine import TokenEngine, layout_of
+engine = TokenEngine(layout_of())
+cache = kvoffload.open(model="toy", layout=layout_of(), ram="1MiB", tiers=["disk:{disk}:16MiB"])
+def serve(when, tokens):
+    with cache.request(tokens) as request:
+        hit = request.load_into(engine.kv, [0, 1, 2])
+        engine.check(tokens, {{"block_ids": [0, 1, 2]}}, hit)
+        engine.compute(tokens, {{"block_ids": [0, 1, 2]}})
+        print(when, hit, request.store_from(engine.kv, [0, 1, 2]))
+def work():
+    threading.main_thread().join()
+    serve("thread:", range(9))
+    serve("thread:", range(9))
+    print("flush:", cache.flush())
+def end():
+    serve("exit:", range(9))
+    serve("exit:", range(5, 14))
+    cache.close()
+    print("closed")
+atexit.register(end)
+threading.Thread(target=work).start()
+"""
+
+
+def test_a_cache_works_after_the_end_of_the_main_thread(tmp_path: Path) -> None:
+    """Threads of an engine may outlive the main thread, and functions of `atexit` may store and close."""
+    code = AFTER_MAIN.format(tests=str(Path(__file__).parents[1]), disk=tmp_path)
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=HANGS_S, check=False
+    )
+    assert run.stdout.splitlines() == [
+        "thread: 0 8",
+        "thread: 8 0",
+        "flush: True",
+        "exit: 8 0",
+        "exit: 0 8",
+        "closed",
+    ], run.stderr
+    assert not run.stderr
+
+
 def test_a_reset_is_durable_and_confirmed() -> None:
     rig = Rig()
     rig.tier.immediate = True

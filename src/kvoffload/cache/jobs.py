@@ -11,12 +11,12 @@ import functools
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from kvoffload.cache.copy_threads import CopyThreads
 from kvoffload.cache.owner import Limit
 from kvoffload.core.hints import Hints
 from kvoffload.core.plans import LookupResult, ManagerStats
@@ -31,7 +31,6 @@ from kvoffload.transfer.parts import Parts
 
 _log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 BlockIds = npt.NDArray[np.int64]
 
 _WAITS = (LookupResult.RETRY, LookupResult.HIT_PENDING)
@@ -112,7 +111,7 @@ class Jobs:
         self._close_ram = close_ram or ram.close
         self.ram, self._block_tokens = ram, block_tokens
         self._observer: Observer | None = None
-        self._threads = ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="kvoffload-copy")
+        self._threads = CopyThreads(_COPY_THREADS)
         self._polling: asyncio.Task[None] | None = None
         self.num_resets = 0
 
@@ -141,7 +140,7 @@ class Jobs:
                 rows, damaged = ids[present : present + num_ready], np.empty(0, np.intp)
                 try:
                     copy = functools.partial(self._copy_out, plan.keys, plan.slots, parts, rows)
-                    sound = await self._in_thread(copy)
+                    sound = await self._threads.run(copy)
                     damaged = np.flatnonzero(~sound)
                     self._count("verification_failures", len(damaged))
                 except BaseException:
@@ -174,7 +173,7 @@ class Jobs:
             try:
                 if len(plan):
                     copy = functools.partial(self._copy_in, plan.keys, plan.slots, parts, rows)
-                    await self._in_thread(copy)
+                    await self._threads.run(copy)
                 arrived = True
             finally:
                 self.manager.complete_store(plan, success=arrived)
@@ -248,7 +247,7 @@ class Jobs:
             self.manager.close()
             if self._polling is not None:
                 self._polling.cancel()
-            self._threads.shutdown()
+            self._threads.close()
             self._close_ram()
 
     # ---- private
@@ -270,9 +269,6 @@ class Jobs:
                 return result.num_ready
             await asyncio.sleep(pause_s)
             pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
-
-    async def _in_thread(self, copy: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, copy)
 
     def _poll(self) -> None:
         """Ensure that a task polls the manager until the tiers' jobs have ended."""
