@@ -46,6 +46,8 @@ class CopyThreads:
     def _work(self) -> None:
         while (given := self._calls.get()) is not None:
             call, future = given
+            if not future.set_running_or_notify_cancel():
+                continue  # the caller was cancelled before the call began
             try:
                 result = call()
             except BaseException as error:
