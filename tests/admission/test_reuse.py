@@ -49,7 +49,7 @@ def test_a_block_enters_with_the_nth_request(threshold: int) -> None:
     assert [offer(manager, "a") for _ in range(threshold)] == [""] * (threshold - 1) + ["a"]
 
 
-def test_a_request_counts_once_however_often_it_asks() -> None:
+def test_a_request_counts_once_for_any_number_of_lookups() -> None:
     rule = ReuseAdmission(1, 2)
     manager = gated(rule)
     ctx = manager.begin_request("r", keys("ab"))

@@ -41,7 +41,7 @@ def test_the_first_blocks_enter_unchecked_the_others_when_used_again(manager: Of
     assert offer(manager, "xyz") == "xyz"
 
 
-def test_a_request_counts_once_however_often_it_asks(manager: OffloadingManager) -> None:
+def test_a_request_counts_once_for_any_number_of_lookups(manager: OffloadingManager) -> None:
     offer(manager, "abcd")
     ctx = manager.begin_request("r", keys("x"))
     for _ in range(3):

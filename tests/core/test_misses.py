@@ -74,7 +74,7 @@ def test_the_record_is_a_dictionary_that_forgets_the_oldest(events: Any, capacit
             assert recorded == REASON_OF[twin.get(key, NEVER_SEEN)]
 
 
-def test_a_record_has_8_bytes_a_slot_and_none_if_it_is_not_wanted() -> None:
+def test_a_record_has_8_bytes_for_each_slot_or_does_not_exist() -> None:
     for capacity in (1, 4, 5, 1000, 4096):
         record = MissRecord(capacity)
         assert 8 * capacity <= record.table.nbytes < 8 * capacity + 32
@@ -137,7 +137,7 @@ def test_a_policy_that_refuses() -> None:
     assert manager.stats().refused == 6
 
 
-def test_rule_and_policy_and_room_leave_out_blocks_of_one_offer() -> None:
+def test_rule_policy_and_room_exclude_blocks_of_one_offer() -> None:
     """The first of five blocks is stored, and the rule refuses the last."""
     manager = manager_of(4, policy=RefusesAll, admission="reuse:2")
     for _ in range(2):

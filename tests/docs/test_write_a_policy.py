@@ -19,7 +19,7 @@ def test_the_listing_is_the_example() -> None:
     assert [ast.dump(node) for node in shown] == [ast.dump(node) for node in meant[1:]]
 
 
-def test_the_test_class_is_one_that_pytest_collects() -> None:
+def test_pytest_collects_the_test_class() -> None:
     scope: dict[str, type] = {}
     exec(TEST, scope)
     assert issubclass(scope["TestMine"], conformance.PolicyConformance)

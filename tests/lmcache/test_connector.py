@@ -106,7 +106,7 @@ def engine(url: str, seed: int) -> Iterator[Engine]:
         context.destroy(linger=0)
 
 
-def test_kv_comes_back_after_a_restart_of_server_and_engine(tmp_path: Path) -> None:
+def test_kv_is_loaded_after_a_restart_of_server_and_engine(tmp_path: Path) -> None:
     tier, log = f"disk:{tmp_path / 'kv'}:256MiB", tmp_path / "log"
     written = list(range(5, 5 + 3 * PER_CHUNK))
     with lmcache_server.running(tier, log) as server, engine(server.url, seed=1) as first:

@@ -35,7 +35,7 @@ def test_damage_is_missed_and_nothing_else(scenes: ModuleType, kind: str, tmp_pa
 
 
 @pytest.mark.parametrize(("kind", "is_served"), ENCRYPTED)
-def test_what_the_docs_say_of_lmcaches_encryption(
+def test_the_docs_description_of_lmcaches_encryption(
     scenes: ModuleType, kind: str, is_served: bool, tmp_path: Path
 ) -> None:
     for row in play(scenes, kind, tmp_path, "lmcache-aesgcm"):

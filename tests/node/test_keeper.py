@@ -140,7 +140,7 @@ def test_a_second_keeper_ends(root: Path) -> None:
     wait_for(lambda: not pools(root))
 
 
-def test_a_keeper_is_small_and_on_its_own(root: Path) -> None:
+def test_a_keeper_is_small_and_not_a_child(root: Path) -> None:
     directory = join(root, "a")
     wait_for(lambda: keepers(root))
     [pid] = keepers(root)

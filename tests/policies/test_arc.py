@@ -110,7 +110,7 @@ def test_case_4b_a_full_directory_forgets_the_coldest_of_b2(policy: type[Evictio
 # ---- cases that the paper does not specify
 
 
-def test_a_batch_is_its_blocks_one_after_the_other(policy: type[EvictionPolicy]) -> None:
+def test_a_batch_equals_its_blocks_stored_in_turn(policy: type[EvictionPolicy]) -> None:
     together, one_by_one = arc(3, policy), arc(3, policy)
     for manager in (together, one_by_one):
         use(manager, "aabbcd")

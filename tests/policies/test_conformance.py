@@ -461,7 +461,7 @@ def test_an_endless_loop_is_reported() -> None:
 
 
 @pytest.mark.usefixtures("_without_shrinking")
-def test_a_failure_ends_with_what_is_wrong() -> None:
+def test_a_failure_ends_with_the_error() -> None:
     suite = type("Suite", (PolicyConformance,), {"policy": ChangesFreeSlots, "max_examples": 160})()
     with pytest.raises(AssertionError) as failure:
         suite.test_life_cycle()

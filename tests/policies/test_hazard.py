@@ -152,7 +152,7 @@ def test_the_life_table_counts_as_by_hand() -> None:
     assert counts(table) == ([6, 4, 3, 3, 1, 0], [1, 1, 0, 0, 1, 0])
 
 
-def test_a_life_counts_in_the_class_of_its_begin() -> None:
+def test_a_life_counts_in_the_class_of_its_beginning() -> None:
     table = life_table()
     live(table, "a", 0, block_class=0)
     live(table, "a", 9, block_class=3)
@@ -469,7 +469,7 @@ def judged(policy: Any, count: int, lead: float) -> bool:
     return bool(policy.is_lru)
 
 
-def test_lru_decides_from_a_lead_that_endangers_the_promise_until_it_is_little() -> None:
+def test_lru_decides_from_a_dangerous_lead_until_it_is_negligible() -> None:
     policy = promising()
     assert not judged(policy, 0, 400)
     assert judged(policy, 0, 401)

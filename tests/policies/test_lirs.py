@@ -102,7 +102,7 @@ def test_a_block_that_a_batch_made_hir_is_its_next_victim(policy: type[EvictionP
     assert state(manager) == ("exfdcb", "edcb", "x", "f")
 
 
-def test_then_the_coldest_lir_block_leaves(policy: type[EvictionPolicy]) -> None:
+def test_a_batch_that_empties_q_evicts_the_coldest_lir_block(policy: type[EvictionPolicy]) -> None:
     manager = make(policy, 5)
     use(manager, "abcdef")
     store(manager, "exy")

@@ -60,7 +60,7 @@ def test_the_only_evictable_block_is_found(policy: type[EvictionPolicy]) -> None
         inside(manager)
 
 
-def test_removed_blocks_leave_the_order_and_come_back_as_new(policy: type[EvictionPolicy]) -> None:
+def test_removed_blocks_leave_the_order_and_return_as_new(policy: type[EvictionPolicy]) -> None:
     manager = make(policy, 5)
     use(manager, "abcdea")
     assert manager.discard(keys("ac")) == 2

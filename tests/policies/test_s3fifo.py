@@ -64,7 +64,7 @@ def test_s_moves_to_m_if_all_its_blocks_are_used(policy: type[EvictionPolicy]) -
     assert state(manager) == ("f", "deab", ""), "a and b move on, then M gives c"
 
 
-def test_a_batch_is_its_blocks_one_after_the_other(policy: type[EvictionPolicy]) -> None:
+def test_a_batch_equals_its_blocks_stored_in_turn(policy: type[EvictionPolicy]) -> None:
     manager = make(policy, 5)
     use(manager, "abcde" + "fg")
     assert state(manager) == ("fg", "cde", "ab")

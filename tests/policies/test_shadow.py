@@ -37,7 +37,7 @@ def members(cache: ShadowLRU) -> str:
     return "".join(chr(position + ord("a")) for position in cache.blocks.members(0))
 
 
-def test_it_counts_what_lru_serves_more() -> None:
+def test_it_counts_blocks_that_only_lru_serves() -> None:
     cache = ShadowLRU(9, 3)
     assert use(cache, "abc") == 0
     assert use(cache, "abc", held=1) == 2
@@ -82,7 +82,7 @@ def test_a_victim_tier_stores_the_blocks_that_the_device_drops() -> None:
     [(ON_COMPUTE, 0), (ON_COMPUTE, 1), (ON_DEVICE_EVICTION, 1), (ON_DEVICE_EVICTION, 2)],
 )
 @pytest.mark.parametrize("seed", range(3))
-def test_it_is_lru_to_the_block(store: str, device_share: int, seed: int) -> None:
+def test_it_serves_the_same_blocks_as_lru(store: str, device_share: int, seed: int) -> None:
     """The simulation serves each request like the policy `lru`, independent of its owner."""
     capacity = random.Random(seed).choice([15, 60, 250])
     trace = generate(builtin("chat", sessions=120, seed=seed))

@@ -49,7 +49,7 @@ def test_worked_by_hand(policy: type[EvictionPolicy]) -> None:
     assert state(manager) == ("f", "d", "b")
 
 
-def test_a_key_is_remembered_after_its_block_has_gone(policy: type[EvictionPolicy]) -> None:
+def test_a_key_is_remembered_after_its_block_is_evicted(policy: type[EvictionPolicy]) -> None:
     manager = make(policy, 3)
     use(manager, "abc" + "x" + "c")  # c was evicted for x, and is stored again
     assert state(manager) == ("c", "ba", "")

@@ -153,7 +153,7 @@ def test_the_flag_has_the_options_of_file_and_environment(
     assert (extra["verify"], extra["prompt_only"], extra["tier_deadline_s"]) == ("always", False, "5")
 
 
-def test_no_tiers_and_several_wrong_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_tiers_and_several_wrong_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVOFFLOAD_TIERS", "none")
     assert parse_options({"ram": 1}).tiers == ()
     with pytest.raises(CombinedConfigError) as caught:

@@ -131,7 +131,7 @@ def test_an_internal_error_is_a_miss(stand: MakeStand, caplog: pytest.LogCapture
     assert stand().read(TOKENS) == []
 
 
-def test_a_server_that_goes_away(stand: MakeStand, server: Any) -> None:
+def test_a_lost_server(stand: MakeStand, server: Any) -> None:
     sglang = stand(tiers=[f"{url(server)}?timeout=200ms"], deadline="0.3s")
     sglang.write(TOKENS)
     server.stop()
@@ -142,7 +142,7 @@ def test_a_server_that_goes_away(stand: MakeStand, server: Any) -> None:
     assert time.monotonic() - began < PATIENCE_S
 
 
-def test_a_server_that_is_not_there_yet(stand: MakeStand, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_that_starts_later(stand: MakeStand, caplog: pytest.LogCaptureFixture) -> None:
     sglang = stand(tiers=[f"valkey://127.0.0.1:{valkey_server.free_port()}/team"])
     assert sglang.read(TOKENS) == []
     assert "does not answer yet" in caplog.text

@@ -202,7 +202,7 @@ def test_a_prefix_that_is_read_alone_may_take_half_of_ram() -> None:
     assert [text(job.keys) for job in rig.tier.jobs] == ["mnopqrst"]
 
 
-def test_a_request_that_leaves_out_tiers_is_served_from_ram_only() -> None:
+def test_a_request_that_excludes_tiers_is_served_from_ram_only() -> None:
     rig = Rig(capacity=8, immediate=False)
     rig.below("ab")
     ctx = rig.begin()

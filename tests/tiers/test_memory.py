@@ -28,7 +28,7 @@ def blocks_of(num_blocks: int, block_bytes: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (num_blocks, block_bytes), np.uint8)
 
 
-def test_blocks_come_back_from_scattered_slots():
+def test_blocks_are_loaded_from_scattered_slots():
     device, out = blocks_of(10, 4096), np.zeros((10, 4096), np.uint8)
     tier = MemoryTier(16, 4096)
     keys, slots, rows = keys_of(1, 2, 3, 4), np.array([15, 0, 3, 4], np.int32), np.array([9, 2, 3, 0])
@@ -73,7 +73,7 @@ def test_any_sequence_of_writes_erases_and_reads_equals_a_dict(data):
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed")
-def test_a_tensor_goes_in_and_comes_back():
+def test_a_tensor_is_stored_and_loaded():
     import torch
 
     device = torch.randn(6, 2, 16, 8).to(torch.bfloat16)

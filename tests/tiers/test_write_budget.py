@@ -52,7 +52,7 @@ def test_no_24_hours_exceed_the_budget(max_bytes: int, steps: list[tuple[float, 
 
 
 @pytest.mark.parametrize("hours", [1, 2, 1000])
-def test_a_clock_that_is_set_back_neither_renews_the_budget_nor_blocks_it_for_ever(hours: int) -> None:
+def test_a_clock_set_back_neither_renews_nor_blocks_the_budget(hours: int) -> None:
     clock = Clock()
     clock.now = 4_000_000.0
     budget = WriteBudget(2, clock)
@@ -183,7 +183,7 @@ def test_a_negative_budget_is_refused() -> None:
 # ---- budgets of disks
 
 
-def test_a_disk_drops_what_exceeds_the_budget_and_blocks_it_has_cost_nothing(tmp_path: Path) -> None:
+def test_a_disk_drops_blocks_beyond_the_budget_and_present_blocks_are_free(tmp_path: Path) -> None:
     driver = Driver(Disk(tmp_path, 40, write_budget=WriteBudget(5 * PAGE_BYTES)).tier)
     assert driver.write([1, 3]) == [1, 3]
     assert driver.write([1, 2, 3, 4, 5, 6]) == [2, 4, 5]

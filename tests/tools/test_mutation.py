@@ -141,7 +141,7 @@ TOY = {
 }
 
 
-def test_kernels_have_what_is_compiled_into_them(mutants: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_kernel_includes_the_helpers_compiled_into_it(mutants: SimpleNamespace, tmp_path: Path) -> None:
     known = mutants.names.definitions(write(tmp_path, TOY))
 
     def used_by(path: str, line: int) -> set[str]:

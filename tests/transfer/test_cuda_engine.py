@@ -104,7 +104,7 @@ def test_a_store_sees_what_the_callers_stream_computed_before(
     engine.close()
 
 
-def test_a_gathered_store_ends_when_its_bytes_have_arrived_and_once(fake: Any) -> None:
+def test_a_gathered_store_ends_once_when_its_bytes_have_arrived(fake: Any) -> None:
     runtime = fake(LATE)
     engine, _ = engine_on(runtime, numbered(4, GATHERED))
     pool = paged(4, GATHERED)

@@ -43,7 +43,7 @@ def world(tmp_path: Path) -> Iterator[Callable[..., World]]:
 
 @pytest.mark.parametrize("policy", BUILTIN)
 @pytest.mark.parametrize("verify", ["tiers", "always"])
-def test_every_policy_serves_what_was_stored(world: Callable[..., World], policy: str, verify: str) -> None:
+def test_every_policy_serves_stored_blocks(world: Callable[..., World], policy: str, verify: str) -> None:
     """Serve random trees of requests; every hit is read and compared."""
     rng, rig = (
         random.Random(f"{policy}{verify}"),

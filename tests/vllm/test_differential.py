@@ -38,7 +38,7 @@ def test_lru_decides_as_vllm_does(seed: int, threshold: int) -> None:
     ("capacity", "threshold", "ratio", "written"),
     [(1_000, 1, 0.045878, 156_935), (5_000, 1, 0.123662, 144_141), (5_000, 2, 0.166135, 31_837)],
 )
-def test_both_give_the_golden_numbers(
+def test_both_managers_reproduce_the_golden_numbers(
     recorded_trace_path: Callable[[str], Path], capacity: int, threshold: int, ratio: float, written: int
 ) -> None:
     trace = read_trace(recorded_trace_path("conversation_first60"))

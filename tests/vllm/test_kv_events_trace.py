@@ -20,7 +20,7 @@ from support.vllm_traffic import Expected
 pytestmark = [pytest.mark.filterwarnings("ignore"), needs(*CONNECTOR)]
 
 
-def test_events_of_an_engine_are_its_requests(
+def test_events_of_an_engine_give_its_requests(
     start_engine: Callable[..., Any],
     llama: Path,
     on_llama: Expected,

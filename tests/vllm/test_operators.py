@@ -35,7 +35,7 @@ def shown(manager: Any) -> dict[tuple[str, ...], float]:
     }
 
 
-def test_counters_are_there_before_anything_has_happened(tmp_path: Path) -> None:
+def test_counters_exist_before_the_first_event(tmp_path: Path) -> None:
     rig = World(tmp_path, 6)
     first = shown(rig.manager)
     zeros = {("kvoffload_" + name,): 0 for name in COUNTERS}
@@ -160,7 +160,7 @@ def test_hits_are_counted_by_source(tmp_path: Path) -> None:
 
 
 @needs(*FILTERS)
-def test_requests_that_leave_out_storage(tmp_path: Path) -> None:
+def test_requests_that_exclude_storage(tmp_path: Path) -> None:
     rig = with_a_tier(tmp_path)
     rig.manager.core.ram_manager.reset()
     refuses = rig.request("refuses", [key(1), key(2)])
@@ -222,7 +222,7 @@ def test_a_gpu_needs_a_version_that_can_pin_our_pool(monkeypatch: pytest.MonkeyP
         spec.KVOffloadSpec()
 
 
-def test_the_connector_needs_a_version_whose_scheduler_side_is_as_ours(
+def test_the_connector_needs_a_version_with_a_compatible_scheduler_side(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(connector, "vllm_version", "0.31.0")

@@ -287,7 +287,7 @@ def test_variables_that_change_kv_are_bound(config: Any, monkeypatch: pytest.Mon
 # ---- finding it
 
 
-def test_the_configuration_is_the_one_of_this_engine(config: Any) -> None:
+def test_the_configuration_belongs_to_this_engine(config: Any) -> None:
     """It comes from our connector, a calling frame of vLLM's constructor, or the specification (0.25)."""
     engine, spec = config.kv_transfer_config.engine_id, SimpleNamespace()
 
@@ -326,7 +326,7 @@ def test_blocks_that_no_later_process_can_identify_are_not_kept(config: Any) -> 
     assert "first request" in why(cache_config=calibrated, are_named=True)
 
 
-def test_a_draft_model_with_kv_of_its_own_is_known() -> None:
+def test_a_draft_model_with_its_own_kv_is_detected() -> None:
     def of(method: str | None, draft: str) -> str:
         speculative = SimpleNamespace(method=method, draft_model_config=SimpleNamespace(model=draft))
         return draft_model(

@@ -129,7 +129,7 @@ def test_stored_bytes_are_loaded(
 @needs(*DEVICES)
 @pytest.mark.parametrize("per_chunk", [1, 3])
 @pytest.mark.parametrize("transfer", TRANSFERS)
-def test_vllms_copies_put_bytes_where_ours_do(
+def test_vllms_copies_use_the_same_places_as_ours(
     tmp_path: Path, per_chunk: int, transfer: tuple[list[int], list[int]]
 ) -> None:
     """Copies the addresses that vLLM's handler would pass to the device, for the views of `cuda`."""

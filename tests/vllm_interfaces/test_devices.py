@@ -357,7 +357,7 @@ def test_an_engine_with_a_gpu_is_not_refused(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS[: VERSIONS.index(versions_since(SINCE_DEVICES)[0])])
-def test_an_engine_with_a_gpu_is_refused_before_vllm_has_what_it_needs(version: str) -> None:
+def test_an_engine_with_a_gpu_is_refused_on_older_vllm(version: str) -> None:
     """The engine reports one line at its start instead of import errors in its workers."""
     with standing_in(Device(), version):
         with pytest.raises(ImportError):

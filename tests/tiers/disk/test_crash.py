@@ -180,7 +180,7 @@ def test_a_crash_around_every_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("seed", "crashes"), [(0, 3), *(pytest.param(seed, 25, marks=pytest.mark.slow) for seed in range(2))]
 )
-def test_life_goes_on_after_a_crash(tmp_path: Path, seed: int, crashes: int) -> None:
+def test_the_tier_works_after_a_crash(tmp_path: Path, seed: int, crashes: int) -> None:
     """After a crash the tier opens with sound accounting, works, and may crash again."""
     recorder = Recorder()
     disk = Disk(tmp_path / "life", NUM_SLOTS, files=recorder)

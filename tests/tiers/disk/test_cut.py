@@ -54,7 +54,9 @@ def test_blocks_that_are_written_again_after_a_cut_are_kept(tmp_path: Path, cut_
 
 @settings(max_examples=settings().max_examples // 5)
 @given(seed=st.integers(0, 2**32))
-def test_random_cuts_lose_only_what_was_cut(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
+def test_random_cuts_lose_only_blocks_behind_the_cut(
+    tmp_path_factory: pytest.TempPathFactory, seed: int
+) -> None:
     directory, chance = tmp_path_factory.mktemp("cut"), random.Random(seed)
     everything, versions = list(range(NUM_BLOCKS)), dict[int, int]()
     for life in range(4):

@@ -412,7 +412,7 @@ def test_compact_repairs_an_unreadable_journal(tmp_path: Path, page: int) -> Non
     disk.tier.close()
 
 
-def test_a_journal_that_cannot_be_read_when_its_log_is_full_is_not_written_over(tmp_path: Path) -> None:
+def test_an_unreadable_journal_with_a_full_log_is_not_overwritten(tmp_path: Path) -> None:
     files = FailingFiles()
     disk = opened_by(tmp_path, files=files)
     disk.write(NUMBERS)

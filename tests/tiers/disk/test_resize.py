@@ -96,7 +96,7 @@ def test_a_smaller_capacity_keeps_the_hottest(tmp_path: Path, num_blocks: int) -
         assert verify(slab, recovered) == []
 
 
-def test_a_capacity_too_small_for_the_journal_begins_anew(
+def test_a_capacity_too_small_for_the_journal_replaces_the_slab(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     Disk(tmp_path, 20_000, 512).tier.close()
@@ -190,7 +190,7 @@ def test_disks_side_by_side_change_their_capacity(tmp_path: Path) -> None:
     three.tier.close()
 
 
-def test_other_producers_make_way_for_a_larger_capacity_and_a_smaller_one(tmp_path: Path) -> None:
+def test_slabs_of_other_producers_shrink_for_a_change_of_capacity(tmp_path: Path) -> None:
     filled(tmp_path, 100, list(range(50)), fingerprint="other")
     filled(tmp_path, 100, list(range(40)))
     for num_blocks in (140, 110, 200):
@@ -267,7 +267,7 @@ def cut_growth(directory: Path, num_blocks: int) -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [60, 201, 500])
-def test_a_growth_that_was_cut_goes_on_to_any_larger_capacity(tmp_path: Path, num_blocks: int) -> None:
+def test_an_interrupted_growth_continues_to_any_larger_capacity(tmp_path: Path, num_blocks: int) -> None:
     numbers = list(range(60))
     filled(tmp_path, 60, numbers)
     cut_growth(tmp_path, 200)
@@ -281,7 +281,7 @@ def test_a_growth_that_was_cut_goes_on_to_any_larger_capacity(tmp_path: Path, nu
 
 
 @pytest.mark.parametrize("num_blocks", [700, 20])
-def test_a_second_growth_that_was_cut_goes_on_to_any_smaller_capacity(
+def test_a_second_interrupted_growth_continues_to_any_smaller_capacity(
     tmp_path: Path, num_blocks: int
 ) -> None:
     filled(tmp_path, 60, list(range(60)))
@@ -332,7 +332,7 @@ def padded(base: bytes, recorder: Recorder) -> bytes:
     return base + bytes(size - len(base))
 
 
-def test_a_layout_for_another_capacity_holds_as_much_as_it_can() -> None:
+def test_a_layout_for_another_capacity_has_as_many_slots_as_fit() -> None:
     for block_bytes in (512, 4096, 131_072):
         layout = Layout.holding(block_bytes, KEY_BYTES, 500)
         for num_blocks in (501, 700, 5000, 100_000):

@@ -493,7 +493,7 @@ def test_short_replies_are_read_in_any_pieces(step: int) -> None:
 
 
 @pytest.mark.parametrize("stream", [b":1\r\n", b"$3\r\nab\r\n", b"$2\r\nabc\r\n", b"$x\r\n", b"\r\n"])
-def test_other_reply_than_a_short_one_ends_the_connection(stream: bytes) -> None:
+def test_reply_that_is_not_short_ends_the_connection(stream: bytes) -> None:
     with server_that_sends(stream) as connection, pytest.raises(ProtocolError):
         connection.short_replies(1, patience())
 
