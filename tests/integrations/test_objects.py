@@ -270,10 +270,10 @@ class SlowTier(ScriptedTier):
 
     def __init__(self) -> None:
         super().__init__(BLOCK, immediate=True)
-        self.asked, self.confirmed = threading.Event(), threading.Event()
+        self.drain_called, self.confirmed = threading.Event(), threading.Event()
 
     def drain(self, timeout_s: float) -> bool:
-        self.asked.set()
+        self.drain_called.set()
         return self.confirmed.wait(timeout_s)
 
 
@@ -283,7 +283,7 @@ def test_other_calls_continue_while_a_reset_waits_for_a_tier() -> None:
     assert write(store, [1], BLOCK) == [True]
     clearing = threading.Thread(target=lambda: answers.append(store.clear(60.0)))
     clearing.start()
-    tier.asked.wait()
+    tier.drain_called.wait()
     assert not store.find([key(1)], BLOCK).any()
     assert write(store, [2], BLOCK) == [True]
     assert read(store, [1, 2], BLOCK) == [None, content(2, BLOCK)]

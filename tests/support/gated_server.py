@@ -25,13 +25,13 @@ class GatedServer:
     Attributes:
         modes: mode by type of operation (``handshake``, ``probe``, ``read``, ``write``); answers by default.
         gate: hanging operations continue when this event is set.
-        asked: number of operations by type.
+        num_operations: number of operations by type.
     """
 
     def __init__(self) -> None:
         self.modes: dict[str, str] = {}
         self.gate = threading.Event()
-        self.asked: dict[str, int] = {}
+        self.num_operations: dict[str, int] = {}
         self.epoch: int | None = None
         self.blocks: dict[bytes, bytes] = {}
         self.lock = threading.Lock()
@@ -78,7 +78,7 @@ class GatedConnection:
         """Behave as the server does for this type of operation."""
         server = self.server
         with server.lock:
-            server.asked[kind] = server.asked.get(kind, 0) + 1
+            server.num_operations[kind] = server.num_operations.get(kind, 0) + 1
         mode = server.modes.get(kind, ANSWERS)
         if mode == FAILS:
             raise TimeoutError("deadline exceeded")

@@ -18,7 +18,7 @@ class NaiveTinyLFU(Admission):
     def __init__(self, capacity_blocks: int) -> None:
         self.capacity_blocks = capacity_blocks
         self.sketch = NaiveSketch(capacity_blocks)
-        self.num_asked = 0
+        self.num_lookups = 0
 
     def count(self, keys: Keys) -> None:
         for key in keys:
@@ -27,11 +27,11 @@ class NaiveTinyLFU(Admission):
     def admit(self, keys: Keys) -> BoolArray:
         allowed = [
             number < self.capacity_blocks or self.sketch.estimate(key) >= 2
-            for number, key in enumerate(keys, self.num_asked)
+            for number, key in enumerate(keys, self.num_lookups)
         ]
-        self.num_asked += len(keys)
+        self.num_lookups += len(keys)
         return np.array(allowed, np.bool_)
 
     def reset(self) -> None:
         self.sketch.clear()
-        self.num_asked = 0
+        self.num_lookups = 0

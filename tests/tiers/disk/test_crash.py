@@ -46,7 +46,7 @@ class Life:
     def acknowledged(self, number: int, version: int, position: int) -> None:
         self.promises.setdefault(number, []).append([version, position, 1 << 60])
 
-    def gone(self, number: int, position: int) -> None:
+    def may_lose(self, number: int, position: int) -> None:
         """Allow the loss of a block from this position on."""
         for promise in self.promises.get(number, []):
             promise[2] = min(promise[2], position)
@@ -109,7 +109,7 @@ def live(disk: Disk, recorder: Recorder, seed: int, steps: int) -> Life:
         else:
             disk.tier.delete(keys_of(chance.sample(everything, chance.randint(1, 3))))
         for number in held - set(disk.here(everything)):
-            life.gone(number, before)
+            life.may_lose(number, before)
         if chance.random() < 0.4:
             settle()
     settle()

@@ -29,14 +29,14 @@ class Objects:
 
     def __init__(self) -> None:
         self.held: dict[str, bytes] = {}
-        self.asked: list[str] = []
+        self.methods: list[str] = []
         self.before: Before | None = None
 
     def names(self, word: str) -> list[str]:
         return sorted(name for name in self.held if word in name)
 
     async def ask(self, method: str, name: str) -> None:
-        self.asked.append(method)
+        self.methods.append(method)
         if self.before is not None:
             await self.before(method, name)
 
@@ -155,9 +155,9 @@ def test_failed_request_is_not_repeated(objects: Objects, tier: RemoteTier) -> N
             raise ConnectionResetError("cut")
 
     objects.before = fail
-    objects.asked.clear()
+    objects.methods.clear()
     assert not result(tier, tier.submit_probe(KEYS)).ok.any()
-    assert objects.asked.count("HEAD") <= 2, "a HEAD for each object"
+    assert objects.methods.count("HEAD") <= 2, "a HEAD for each object"
 
 
 def test_late_handshake_does_not_end_the_new_epoch(objects: Objects) -> None:

@@ -49,10 +49,10 @@ class NameServer:
     def __init__(self, *addresses: SocketAddress) -> None:
         self.addresses = [*addresses]
         self.answers = threading.Event()
-        self.num_asked = 0
+        self.num_lookups = 0
 
     def __call__(self, host: str, port: int) -> list[SocketAddress]:
-        self.num_asked += 1
+        self.num_lookups += 1
         assert self.answers.wait(60.0)
         if not self.addresses:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
@@ -99,11 +99,11 @@ def test_lookup_ends_at_the_deadline_of_a_connection(server: FakeServer) -> None
     for _ in range(3):
         with pytest.raises(TimeoutError, match="no answer from the name server"):
             Connection("cache", server.port, Login(), soon(), addresses)
-    assert names.num_asked == 1, "one lookup at a time"
+    assert names.num_lookups == 1, "one lookup at a time"
     names.answers.set()
     for _ in range(3):
         Connection("cache", server.port, Login(), later(), addresses).close()
-    assert names.num_asked == 1
+    assert names.num_lookups == 1
 
 
 def test_kept_addresses_are_used_while_they_are_renewed(server: FakeServer) -> None:
@@ -115,7 +115,7 @@ def test_kept_addresses_are_used_while_they_are_renewed(server: FakeServer) -> N
     clock.now += 31.0
     for _ in range(3):
         addresses.connected("cache", 1, later()).close()
-    assert names.num_asked == 2
+    assert names.num_lookups == 2
     names.addresses = []
     names.answers.set()
     wait_for_lookups(addresses)
@@ -155,7 +155,7 @@ def test_unknown_name_is_an_error_each_time() -> None:
     for _ in range(2):
         with pytest.raises(socket.gaierror, match="not known"):
             addresses.connected("cache", 1, later())
-    assert names.num_asked == 2
+    assert names.num_lookups == 2
     with pytest.raises(OSError, match="not a name"):
         Addresses().connected("a..b", 1, later())
 
@@ -163,7 +163,7 @@ def test_unknown_name_is_an_error_each_time() -> None:
 def test_literal_addresses_are_not_looked_up(server: FakeServer) -> None:
     names = NameServer()
     Addresses(names).connected("127.0.0.1", server.port, later()).close()
-    assert names.num_asked == 0
+    assert names.num_lookups == 0
 
 
 def test_lookup_without_a_thread_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

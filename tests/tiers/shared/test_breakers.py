@@ -98,7 +98,7 @@ def test_queued_jobs_end_when_the_breaker_opens(
     server.modes = {"write": HANGS, "probe": FAILS}
     jobs = [write(tier, number) for number in range(40)]
     until = time.monotonic() + PATIENCE_S
-    while server.asked.get("write", 0) < 2:
+    while server.num_operations.get("write", 0) < 2:
         assert time.monotonic() < until
         time.sleep(0.0002)
     assert tier.finished() == []
@@ -161,7 +161,7 @@ def test_server_that_hangs_on_values_costs_three_deadlines(
         clock.now += 0.04
     assert len(waited) == 3
     assert num_requests > 500
-    assert 3 < server.asked["read"] - 3 <= 8, "attempts after 1, 2, 4 and 8 s, with a jitter of half"
+    assert 3 < server.num_operations["read"] - 3 <= 8, "attempts after 1, 2, 4 and 8 s, with a jitter of half"
     server.modes = {}
     clock.now += 90.0
     tier.contains(some_keys(1))
@@ -181,7 +181,7 @@ def test_attempt_has_no_result_for_a_caller(
     assert not tier.contains(some_keys(1)).any()
     assert not tier.unknown(some_keys(2)).any(), "no probe while reads fail"
     assert wait(tier, read(tier, 1)).popitem()[1].ok.tolist() == [False], "at once"
-    assert server.asked["read"] == 3
+    assert server.num_operations["read"] == 3
     clock.now += 2.0
     server.modes = {"read": HANGS}
     tier.contains(some_keys(1))  # three failures without a success have opened the breaker of the server, too
@@ -193,7 +193,7 @@ def test_attempt_has_no_result_for_a_caller(
     tier.contains(some_keys(1))
     server.gate.set()
     settle(tier)
-    assert server.asked["read"] == 4, "one at a time"
+    assert server.num_operations["read"] == 4, "one at a time"
     assert tier.finished() == []
     assert tier.contains(some_keys(1)).all()
 
@@ -211,7 +211,7 @@ def test_attempt_to_probe_is_not_counted_as_a_probe(
     for _ in range(2):  # a handshake, then the attempt
         tier.contains(some_keys(1))
         settle(tier)
-    assert server.asked["probe"] == 4
+    assert server.num_operations["probe"] == 4
     assert (tier.stats().probes, tier.stats().probe_hits) == (3, 0)
 
 
@@ -286,7 +286,7 @@ def test_restored_server_is_found_within_five_seconds(
         assert not tier.contains(some_keys(1)).any()
         settle(tier)
         clock.now += 0.1
-    assert 120 / 4.6 - 1 <= server.asked["handshake"] - 1 <= 120, "a handshake every few seconds"
+    assert 120 / 4.6 - 1 <= server.num_operations["handshake"] - 1 <= 120, "a handshake every few seconds"
     server.modes = dict.fromkeys(("handshake", "probe", "read", "write"), ANSWERS)
     back = clock.now
     while not tier.is_open(READ):
