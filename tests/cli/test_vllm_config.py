@@ -117,6 +117,11 @@ def test_a_path_with_a_quote_survives_the_shell() -> None:
             "--tier[1].path: '/x/../kv' is inval",
         ),
         (["--store", "on-device-eviction", "--blocks-per-chunk", "4"], "--blocks-per-chunk: 4 is invalid"),
+        (["--audit", "share=0.5,share=0.1"], "--audit share: '0.1' is invalid; it is given twice"),
+        (["--ram", "64GiB,size=2GiB"], "--ram size: '2GiB' is invalid; it is given twice"),
+        (["--tenants", "\udcff"], "--tenants: '\\udcff' is invalid"),
+        (["--tenants", "[" * 100_000], "--tenants: '[["),
+        (["--what-if", "[" * 100_000], "--what-if: '[["),
     ],
 )
 def test_what_is_wrong_is_not_printed(bad: list[str], reason: str) -> None:
@@ -165,6 +170,34 @@ def test_problems_name_options_as_they_were_given(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("KVOFFLOAD_POLICY", "lfru")
     done = kvoffload("vllm-config", "--ram", "4GiB")
     assert done.stderr.startswith("kvoffload: KVOFFLOAD_POLICY: 'lfru' is invalid")
+
+
+@pytest.mark.parametrize(
+    ("variables", "file"),
+    [
+        ({}, 'ram = "1GiB"\nadmission = "reuse:2"\nmax_tracker_size = 77'),
+        ({}, 'ram = {size = "2GiB", shared = "node", keep = "1h"}\nverify = "always"'),
+        ({"ADMISSION": "reuse:4", "MAX_TRACKER_SIZE": "9"}, 'ram = 1073741824\npolicy = "arc"'),
+        ({"STORE_THRESHOLD": "2"}, 'ram = "1GiB"\nadmission = "worth"'),
+        ({"MAX_TRACKER_SIZE": "9", "POLICY": "arc"}, 'ram = "1GiB"\nadmission = "reuse:4"\npolicy = "lfu"'),
+        (
+            {"RAM": "3GiB", "TIERS": "disk:/a:5GiB"},
+            'ram = "1GiB"\ntiers = ["disk:/b:9GiB"]\nprompt_only = false',
+        ),
+    ],
+)
+def test_the_flag_has_the_options_that_an_engine_would_read(
+    variables: dict[str, str], file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The printed options of environment and file equal those of an engine with this environment and file."""
+    path = tmp_path / "kvoffload.toml"
+    path.write_text(file)
+    with monkeypatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(f"KVOFFLOAD_{name}", value)
+        extra = printed("--config", str(path))["kv_connector_extra_config"]
+        expected = parse_options({"config": str(path)})
+    assert parse_options(extra) == expected
 
 
 @pytest.mark.parametrize(("name", "meant"), [("POLCY", "POLICY"), ("TIER", "TIERS"), ("RECORDS", "RECORD")])

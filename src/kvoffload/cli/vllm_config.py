@@ -25,6 +25,8 @@ from kvoffload.tiers.spec import SizedTierOptions
 _HOME = "kvoffload.integrations.vllm"
 _OPTIONS = {"cpu_bytes_to_use": "ram", "eviction_policy": "policy", "offload_prompt_only": "all_tokens"}
 """vLLM's name of an option -> our name."""
+_PRINTED = {"ram": "cpu_bytes_to_use", "policy": "eviction_policy"}
+"""Our name of an option -> the name in the printed flag."""
 _FLAGS = {"tiers": "tier"}
 _LEAST_RAM_BYTES = 2**20
 """Smallest RAM that is accepted. A smaller number probably lacks its unit."""
@@ -123,10 +125,10 @@ def vllm_config(options: VLLMConfigOptions) -> None:
         "what_if": ";".join(options.what_if) or None,
         "what_if_sample": options.what_if_sample,
     }
-    given = {name: value for name, value in given.items() if value is not None}
+    given = {name: value for name, value in given.items() if value is not None and not _is_default(name)}
     # Options that are set only in the file or the environment are added to the flag.
     merged = gathered({**given, "config": click.get_current_context().meta[CONFIG]}, OF_ENGINES, VLLMS_NAMES)
-    given |= {name: value for name, value in merged.items() if name != "config"}
+    given |= {_PRINTED.get(name, name): value for name, value in merged.items() if name != "config"}
     try:
         config = transfer_config(given, connector=options.connector)
     except CombinedConfigError as several:
@@ -150,6 +152,15 @@ def _warn_of_sizes(given: Mapping[str, Any]) -> None:
         if isinstance(tier, SizedTierOptions) and tier.capacity.strip()[-1:].isalpha()
     }
     warn_of_small_tiers(typed, options.ram_bytes, sizes)
+
+
+def _is_default(name: str) -> bool:
+    """Return True if the option's value comes from the file or the environment.
+
+    The list of tiers does not count, because the command has converted it to texts.
+    """
+    source = click.get_current_context().get_parameter_source(_OPTIONS.get(name, name))
+    return source is ParameterSource.DEFAULT_MAP and name != "tiers"
 
 
 def _as_typed(problem: ConfigError) -> ConfigError:

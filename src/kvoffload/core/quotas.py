@@ -41,7 +41,7 @@ def read_quotas(option: str, given: object, read_size: ReadSize) -> Quotas:
     if isinstance(given, str):
         try:
             given = msgspec.json.decode(given)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
             raise ConfigError(option, given, f"allowed: {ALLOWED}") from None
     if not isinstance(given, Mapping):
         raise ConfigError(option, given, f"allowed: {ALLOWED}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, TypeAlias
 
 from kvoffload.errors import ConfigError
-from kvoffload.settings.read import Duration, NotNegative, OneOf, Size, convert, within
+from kvoffload.settings.read import Duration, NotNegative, OneOf, Size, convert, given_once, within
 
 NODE = "node"
 
@@ -44,7 +44,8 @@ class _RamParser:
             return value
         if isinstance(value, str) and "," in value:
             given_size, *settings = value.split(",")
-            value = {"size": given_size, **dict(setting.partition("=")[::2] for setting in settings)}
+            named = (setting.partition("=") for setting in settings)
+            value = given_once(field, [("size", given_size), *((name, text) for name, _, text in named)])
         if not isinstance(value, Mapping) or not value:
             return RamOptions(convert(field, value, Size))
         given = {**value}

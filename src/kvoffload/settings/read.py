@@ -312,6 +312,19 @@ def read_options(
     return kind(**values)
 
 
+def given_once(field: str, settings: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Return a dict of the options of a text, as pairs of name and value.
+
+    Raises: `ConfigError` that names an option that is given twice.
+    """
+    values: dict[str, str] = {}
+    for name, value in settings:
+        if name in values:
+            raise ConfigError(f"{field}.{name}", value, "it is given twice; give it once")
+        values[name] = value
+    return values
+
+
 def within(field: str, options: type[T], given: Mapping[str, Any]) -> T:
     """Read the value of the option `field`, which is a group of options. Errors name ``field.option``."""
     try:

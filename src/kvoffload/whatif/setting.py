@@ -78,7 +78,7 @@ class WhatIfParser:
         if isinstance(value, str) and value.strip().startswith(("[", "{")):
             try:
                 value = json.loads(value)
-            except json.JSONDecodeError as error:
+            except (json.JSONDecodeError, RecursionError) as error:
                 raise ConfigError(
                     field, value, f"it is not JSON ({error}); allowed: {self.allowed}"
                 ) from None

@@ -27,6 +27,7 @@ from kvoffload.settings.read import (
     Positive,
     Size,
     convert,
+    given_once,
     option_names,
     read_options,
     within,
@@ -84,7 +85,7 @@ class _AuditParser:
             pairs = [setting.partition("=") for setting in value.split(",")]
             if not all(equals and setting for _, equals, setting in pairs):
                 raise ConfigError(field, value, f"allowed: {self.allowed}")
-            given = {name: setting for name, _, setting in pairs}
+            given = given_once(field, [(name, setting) for name, _, setting in pairs])
         if not isinstance(given, Mapping):
             raise ConfigError(field, value, f"allowed: {self.allowed}")
         options = within(field, AuditOptions, given)
