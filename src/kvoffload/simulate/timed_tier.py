@@ -63,7 +63,7 @@ class TimedTier(SimulatedTier):
     def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
         ok = self._manager.ready_slots_of(keys) >= 0
         num_blocks = int(np.count_nonzero(ok))
-        self._read += num_blocks
+        self._counts.read += num_blocks
         return self._begin(self.reads, num_blocks, ok, lambda: None)
 
     def begin_write(self, plan: StorePlan) -> int:

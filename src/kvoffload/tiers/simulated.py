@@ -17,7 +17,7 @@ from kvoffload.core.request import RequestContext
 from kvoffload.core.slots import SlotArray
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.contract import NO_JOB, JobResult, Mask, TierStats
-from kvoffload.tiers.offer import ManagedTier, Owners, Purse, admitted_rows, prepare_offer
+from kvoffload.tiers.offer import ManagedTier, Purse
 from kvoffload.tiers.write_budget import WriteBudget
 from kvoffload.transfer import Blocks, Rows
 
@@ -47,17 +47,13 @@ class SimulatedTier(ManagedTier):
     ) -> None:
         self.identity = identity
         self.block_bytes = self.stored_bytes = block_bytes
-        self._manager = OffloadingManager(
-            capacity_blocks, key_bytes=key_bytes, policy=policy, admission=admission
+        super().__init__(
+            OffloadingManager(capacity_blocks, key_bytes=key_bytes, policy=policy, admission=admission)
         )
-        self._owners = Owners(self._manager)
-        self._purse: Purse | None = None
         if write_budget is not None:
-            write_budget.add_tier(1, {})
-            self._purse = Purse(write_budget, self._manager, 1)
+            self._purse = Purse(write_budget, self._manager, 1, {})
         self._ended: list[JobResult] = []
         self._next_job = 0
-        self._read = self._refused = self._over_budget = 0
 
     def begin_request(self, request_id: str) -> RequestContext:
         return self._manager.begin_request(request_id)
@@ -73,7 +69,7 @@ class SimulatedTier(ManagedTier):
 
     def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
         ok = self._manager.contains(keys)
-        self._read += int(np.count_nonzero(ok))
+        self._counts.read += int(np.count_nonzero(ok))
         return self._end(ok)
 
     def submit_write(
@@ -81,26 +77,10 @@ class SimulatedTier(ManagedTier):
     ) -> tuple[int, Mask]:
         assert request is None or isinstance(request, RequestContext)
         accepted = np.zeros(len(keys), np.bool_)
-        at, num_refused = admitted_rows(self._manager, keys, request)
-        self._refused += num_refused
-        purse = self._purse
-        if purse is None:
-            plan = prepare_offer(self._manager, keys.take(at), request, self._owners)
-        else:
-            # The same decisions as in a disk tier, whose budget counts bytes.
-            absent = keys.take(self._manager.slots_of(keys) < 0)
-            missing = np.flatnonzero(self._manager.slots_of(keys.take(at)) < 0)
-            room = purse.room
-            if len(missing) > room:
-                self._over_budget += len(missing) - room
-                at = at[: missing[room]]
-            plan = None
-            if min(len(missing), room):
-                plan = prepare_offer(self._manager, keys.take(at), request, self._owners)
-            purse.pay(absent, 0 if plan is None else len(plan.keys))
-        if plan is None or len(plan.keys) == 0:
+        plan, at = self._prepare_offer(keys, request, None)
+        if plan is None:
             return NO_JOB, accepted
-        accepted[at[plan.rows]] = True
+        accepted[at] = True
         return self.begin_write(plan), accepted
 
     @property
@@ -121,19 +101,8 @@ class SimulatedTier(ManagedTier):
         return True
 
     def stats(self) -> TierStats:
-        stats = self._manager.stats()
-        return TierStats(
-            capacity=stats.capacity,
-            ready=stats.ready,
-            free=stats.free,
-            written=stats.stored,
-            read=self._read,
-            evicted=stats.evicted,
-            refused=self._refused + stats.refused,
-            dropped=self._over_budget + stats.dropped,
-            bytes_written=stats.stored * self.block_bytes,
-            bytes_read=self._read * self.block_bytes,
-        )
+        self._counts.written = self._manager.stats().stored
+        return super().stats()
 
     def close(self) -> None:
         pass

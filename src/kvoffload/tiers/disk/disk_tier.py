@@ -10,7 +10,7 @@ import sys
 import threading
 from collections import deque
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +47,7 @@ from kvoffload.tiers.disk.slab_directory import Geometry, open_directory
 from kvoffload.tiers.disk.slab_format import MAX_NUMBER, REUSE
 from kvoffload.tiers.disk.slab_layout import Layout
 from kvoffload.tiers.memory import available_bytes
-from kvoffload.tiers.offer import ManagedTier, Owners, Purse, admitted_rows, prepare_offer
+from kvoffload.tiers.offer import ManagedTier, Purse
 from kvoffload.tiers.producer_text import check_producer_text
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from kvoffload.tiers.write_budget import WriteBudget
@@ -176,7 +176,7 @@ class DiskTier(ManagedTier):
         layout = Layout.within(capacity_bytes, block_bytes, key_bytes)
         _check_memory(capacity_bytes, layout)
         # Before anything is open, because the options may be invalid.
-        self._manager = manager_of(layout)
+        super().__init__(manager_of(layout))
         self._directory, self._log = _directory_of(path), RateLimitedLog("kvoffload.disk")
         self._files = files or Files()
         self._lock, self._slab, self._journal, contents = open_directory(
@@ -199,15 +199,12 @@ class DiskTier(ManagedTier):
             next_generation = max(contents.last_generation + 1, self._slab.void_before, now_ns)
             self._placement = Placement(self._slab.layout, next_generation)
             unrestored = self._placement.restore(contents, self._manager)
-            self._owners = Owners(self._manager)
             self._next_stamp = int(contents.stamp.max(initial=0)) + 1
             self.identity, self.written_before = self._slab.identity.slab_id, contents.written
             self.block_bytes, self.stored_bytes = block_bytes, layout.slot_bytes
-            self._write_budget, self._purse = write_budget, None
             if write_budget is not None:
-                write_budget.add_tier(self.stored_bytes, self.written_before)
-                self._purse = Purse(write_budget, self._manager, self.stored_bytes)
-            self._counts = TierStats(restored=self._manager.stats().ready)
+                self._purse = Purse(write_budget, self._manager, self.stored_bytes, self.written_before)
+            self._counts.restored = self._manager.stats().ready
             self._write_backoff, self._may_write_at_s = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S), 0.0
             self._usable_end = self._last_reserved = self._slab.layout.num_slots
             if not self._slab.may_grow:
@@ -264,7 +261,7 @@ class DiskTier(ManagedTier):
         at = np.flatnonzero(self._manager.ready_slots_of(keys) >= 0)
         ok = np.zeros(len(keys), np.bool_)
         if len(at):
-            reader = self._owners.request_for(keys)
+            reader = self._owned(keys)
             return self._submit(self._manager.prepare_load(keys.take(at), reader), ok, at, pool, checked[at])
         job = self._new_job()
         self._results.append(JobResult(job, ok, 0.0))
@@ -281,25 +278,9 @@ class DiskTier(ManagedTier):
         record = self._request_of(request) if request is not None else None
         self._follow_file_growth(len(keys))
         accepted = np.zeros(len(keys), np.bool_)
-        context = record.context if record is not None else None
-        at, num_refused = admitted_rows(self._manager, keys, context)
-        self._counts.refused += num_refused
-        purse, offered = self._purse, keys
-        if len(at) < len(keys):
-            keys = keys.take(at)
-        missing = np.flatnonzero(self._manager.slots_of(keys) < 0)
         room = max(0, self._queue_blocks - self._num_queued) if self.accepts_writes else 0
-        if purse is not None:
-            room = min(room, purse.room)
-            offered = offered.take(self._manager.slots_of(offered) < 0)
-        if len(missing) > room:
-            self._counts.dropped += len(missing) - room
-            keys = keys[: missing[room]]
-        plan = prepare_offer(self._manager, keys, context, self._owners) if min(len(missing), room) else None
-        count = 0 if plan is None else len(plan.slots)
-        if purse is not None:
-            purse.pay(offered, count)
-        if plan is None or count == 0:
+        plan, at = self._prepare_offer(keys, None if record is None else record.context, room)
+        if plan is None:
             return NO_JOB, accepted
         if len(plan.evicted):
             # New blocks get the places that were emptied first, because their removals are probably durable.
@@ -309,11 +290,9 @@ class DiskTier(ManagedTier):
         self._placement.renew(plan.slots)
         if record is not None:
             record.written.append(self._placement.generation[plan.slots])
-        rows_of_plan = at[plan.rows]
-        accepted[rows_of_plan] = True
+        accepted[at], count = True, len(at)
         self._num_queued += count
-        job = self._submit(plan, np.zeros(count, np.bool_), np.arange(count), pool, checked[rows_of_plan])
-        return job, accepted
+        return self._submit(plan, np.zeros(count, np.bool_), np.arange(count), pool, checked[at]), accepted
 
     @property
     def queue_room(self) -> int:
@@ -364,21 +343,11 @@ class DiskTier(ManagedTier):
         return not self._committer.broken and self._files.monotonic_s() >= self._may_write_at_s
 
     def stats(self) -> TierStats:
-        counts, blocks = self._counts, self._manager.stats()
-        return replace(
-            counts,
-            capacity=blocks.capacity - self._placement.num_withheld,
-            ready=blocks.ready,
-            free=blocks.free,
-            in_flight=blocks.writing + blocks.ready - blocks.evictable,
-            evicted=blocks.evicted,
-            refused=counts.refused + blocks.refused,
-            dropped=counts.dropped + blocks.dropped,
-            bytes_written=counts.written * self.block_bytes,
-            bytes_read=counts.read * self.block_bytes,
-            journal_damage=self._journal.damaged,
-            write_budget_bytes=None if self._write_budget is None else self._write_budget.left_bytes_each,
-        )
+        stats, purse = super().stats(), self._purse
+        stats.capacity -= self._placement.num_withheld
+        stats.journal_damage = self._journal.damaged
+        stats.write_budget_bytes = None if purse is None else purse.budget.left_bytes_each
+        return stats
 
     def close(self) -> None:
         """Close the tier, as `SecondaryTier.close`. Waits at most `close_timeout_s`.
