@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import time
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,6 @@ from kvoffload.tiers.contract import (
     TierStats,
     checked_rows,
 )
-from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from kvoffload.transfer import Blocks, Rows
 
 Member = TypeVar("Member", bound=SecondaryTier)
@@ -38,12 +37,6 @@ class _DividedRequest:
 
     request_id: str
     records: dict[int, object]
-
-    def record_of(self, number: int, tier: SecondaryTier) -> object:
-        """Return the record of a member; opens it for a member that joined later."""
-        if number not in self.records:
-            self.records[number] = tier.begin_request(self.request_id)
-        return self.records[number]
 
 
 @dataclass(eq=False)
@@ -57,23 +50,10 @@ class _DividedJob:
     stale: Mask | None = None
 
 
-@dataclass(eq=False)
-class _Refusals:
-    """Exceptions of members in one call: the first, and the number of blocks of all members that raised."""
-
-    first: Exception | None = None
-    num_blocks: int = 0
-
-    def add(self, error: Exception, num_blocks: int) -> None:
-        self.first = self.first or error
-        self.num_blocks += num_blocks
-
-
 class DividedTier(SecondaryTier, Generic[Member]):
     """A tier that assigns each key to one member. While a key has no member, its block is absent.
 
-    If a member fails, hangs or raises, only the member's own blocks are misses. A job raises only if no
-    member has started its part. It then raises the first member's exception.
+    If a member fails or hangs, only the member's own blocks are misses. Members must not raise.
 
     Thread: one, as for its members.
     """
@@ -82,8 +62,7 @@ class DividedTier(SecondaryTier, Generic[Member]):
         # (member, its job) -> the divided job, and the member's rows of that job.
         self._parts: dict[tuple[int, int], tuple[_DividedJob, npt.NDArray[np.int64]]] = {}
         self._results: list[JobResult] = []
-        self._next_job = self._num_refused = 0
-        self._log = RateLimitedLog("kvoffload.divided")
+        self._next_job = 0
 
     @abstractmethod
     def members(self) -> Mapping[int, Member]:
@@ -118,36 +97,28 @@ class DividedTier(SecondaryTier, Generic[Member]):
             tier.missed(_take(keys, rows))
 
     def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
-        checked, parts, refusals = checked_rows(keys, pool, rows, self.block_bytes), [], _Refusals()
-        for number, tier, at in self.shares(keys):
-            try:
-                parts.append((number, tier.submit_read(_take(keys, at), pool, checked[at]), at))
-            except Exception as error:
-                refusals.add(error, len(at))
-        self._report_refusals(refusals, has_begun=bool(parts))
-        return self._begin(len(keys), parts)
+        checked = checked_rows(keys, pool, rows, self.block_bytes)
+        shares = self.shares(keys)
+        begun = [
+            (number, tier.submit_read(_take(keys, at), pool, checked[at]), at) for number, tier, at in shares
+        ]
+        return self._begin(len(keys), begun)
 
     def submit_write(
         self, keys: Keys, pool: Blocks, rows: Rows, request: object | None = None
     ) -> tuple[int, Mask]:
-        checked, parts, refusals = checked_rows(keys, pool, rows, self.block_bytes), [], _Refusals()
+        checked, begun = checked_rows(keys, pool, rows, self.block_bytes), []
         accepted = np.zeros(len(keys), np.bool_)
         for number, tier, at in self.shares(keys):
             record = self._record(request, number, tier)
-            try:
-                job, accepted[at] = tier.submit_write(_take(keys, at), pool, checked[at], record)
-            except Exception as error:
-                refusals.add(error, len(at))
-                continue
-            if job != NO_JOB:
-                parts.append((number, job, at[accepted[at]]))
-        self._report_refusals(refusals, has_begun=bool(parts))
-        if not parts:
+            job, accepted[at] = tier.submit_write(_take(keys, at), pool, checked[at], record)
+            begun.append((number, job, at[accepted[at]]))
+        if not accepted.any():
             return NO_JOB, accepted
         # The result has one row for each accepted block.
         row_of = np.cumsum(accepted) - 1
         count = int(np.count_nonzero(accepted))
-        return self._begin(count, [(number, job, row_of[at]) for number, job, at in parts]), accepted
+        return self._begin(count, [(number, job, row_of[at]) for number, job, at in begun]), accepted
 
     def finished(self) -> list[JobResult]:
         for number, tier in self.members().items():
@@ -182,14 +153,7 @@ class DividedTier(SecondaryTier, Generic[Member]):
         return min(tier.queue_room for tier in self.members().values())
 
     def stats(self) -> TierStats:
-        """Sum the counters of the members. `write_budget_bytes` is None if a member has no budget."""
-        counts = [vars(tier.stats()) for tier in self.members().values()]
-        total: dict[str, int | None] = {}
-        for counter in fields(TierStats):
-            values = [count[counter.name] for count in counts]
-            total[counter.name] = None if None in values else sum(values)
-        total["failed"] = (total["failed"] or 0) + self._num_refused
-        return TierStats(**total)  # type: ignore[arg-type]
+        return sum_of(tier.stats() for tier in self.members().values())
 
     def close(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -203,27 +167,20 @@ class DividedTier(SecondaryTier, Generic[Member]):
             return None
         if not isinstance(request, _DividedRequest):
             raise MisuseError(f"this tier has no such request: {request!r}")
-        return request.record_of(number, tier)
+        if number not in request.records:  # the member has joined later
+            request.records[number] = tier.begin_request(request.request_id)
+        return request.records[number]
 
-    def _report_refusals(self, refusals: _Refusals, *, has_begun: bool) -> None:
-        """Log the members' exceptions. If no member has started its part of the job, raise the first one."""
-        if refusals.first is None:
-            return
-        if not has_begun:
-            raise refusals.first
-        self._num_refused += refusals.num_blocks
-        name, text = type(refusals.first).__name__, "tier %s: a member did not begin %d blocks: %s: %s"
-        self._log.warn("refused", text, self.name, refusals.num_blocks, name, refusals.first)
-
-    def _begin(self, count: int, parts: list[tuple[int, int, npt.NDArray[np.int64]]]) -> int:
+    def _begin(self, count: int, begun: list[tuple[int, int, npt.NDArray[np.int64]]]) -> int:
         """Register a job of `count` blocks; return its number.
 
         Args:
-            parts: for each member: the member's number, its job, and the indices of its blocks in the batch.
+            begun: for each member: the member's number, its job, and the indices of its blocks in the batch.
         """
+        parts = [(number, job, rows) for number, job, rows in begun if job != NO_JOB]
         job = _DividedJob(self._next_job, np.zeros(count, np.bool_), len(parts))
         self._next_job += 1
-        self._parts.update({(number, member_job): (job, rows) for number, member_job, rows in parts})
+        self._parts.update({(number, part): (job, rows) for number, part, rows in parts})
         if not parts:
             self._results.append(JobResult(job.number, job.ok, 0.0))
         return job.number
@@ -241,8 +198,7 @@ class DividedSharedTier(DividedTier[SharedTier], SharedTier):
     def submit_probe(self, keys: Keys) -> int:
         shares = self.shares(keys)
         begun = [(number, tier.submit_probe(_take(keys, rows)), rows) for number, tier, rows in shares]
-        parts = [(number, job, rows) for number, job, rows in begun if job != NO_JOB]
-        return self._begin(len(keys), parts) if parts else NO_JOB
+        return self._begin(len(keys), begun) if any(job != NO_JOB for _, job, _ in begun) else NO_JOB
 
     def take_changes(self) -> list[tuple[list[bytes], bool]]:
         return [change for tier in self.members().values() for change in tier.take_changes()]
@@ -251,3 +207,12 @@ class DividedSharedTier(DividedTier[SharedTier], SharedTier):
 def _take(keys: Keys, rows: npt.NDArray[np.int64]) -> Keys:
     """Return these rows of the keys, in order. If all rows are selected, return `keys` without a copy."""
     return keys if len(rows) == len(keys) else keys.take(rows)
+
+
+def sum_of(several: Iterable[TierStats]) -> TierStats:
+    """Sum the counters of tiers. `write_budget_bytes` is None if a tier has no budget."""
+    counts, total = [vars(stats) for stats in several], dict[str, Any]()
+    for counter in fields(TierStats):
+        values = [count[counter.name] for count in counts]
+        total[counter.name] = None if None in values else sum(values)
+    return TierStats(**total)

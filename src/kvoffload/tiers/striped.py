@@ -12,9 +12,10 @@ from kvoffload.errors import ConfigError
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.contract import GroupedTier, OwnerOf, SecondaryTier, SharedTier, check_tiers
 from kvoffload.tiers.divided import DividedTier
+from kvoffload.tiers.guarded import GuardedTier
 
 
-class StripedTier(DividedTier[SecondaryTier]):
+class StripedTier(DividedTier[GuardedTier]):
     """Tiers side by side: disks, simulated tiers, or your own.
 
     Each key belongs to the tier with the highest random weight (Thaler and Ravishankar, "Using name-based
@@ -22,8 +23,8 @@ class StripedTier(DividedTier[SecondaryTier]):
     the tiers' identities, not on the order of the tiers. A new tier takes an equal share of the keys from
     each old tier, and no key moves between old tiers. Each tier gets its keys of a prefix in order.
 
-    If a tier fails, only its own blocks are misses. While a tier hangs, jobs with its blocks do not end.
-    A `TieredManager` then reads nothing from the whole stripe.
+    If a tier fails or raises (see `GuardedTier`), only its own blocks are misses. While a tier hangs, jobs
+    with its blocks do not end. A `TieredManager` then reads nothing from the whole stripe.
 
     Args:
         tiers: tiers of one block size. The stripe owns the tiers and closes them in `close`.
@@ -50,18 +51,24 @@ class StripedTier(DividedTier[SecondaryTier]):
             raise ConfigError("tiers", f"identities {identities}", "allowed: each tier once")
         if shared := [tier.name for tier in tiers if isinstance(tier, (SharedTier, GroupedTier))]:
             raise ConfigError("tiers", shared, "allowed: tiers that no other machine shares; use a cluster")
-        self._tiers = list(tiers)
-        self._numbered = dict(enumerate(tiers))
+        self._tiers = [GuardedTier(tier) for tier in tiers]
+        self._numbered, self._quotas = dict(enumerate(self._tiers)), dict[str, Quota]()
         self._identities = np.array(identities, np.uint64)
         self.name = "+".join(dict.fromkeys(tier.name for tier in tiers))
         self.identity, self.block_bytes = identities[0], sizes[0]
         self.stored_bytes = max(tier.stored_bytes for tier in tiers)
 
     def set_tenants(self, quotas: Mapping[str, Quota], owner_of: OwnerOf) -> None:
-        """Divide each quota equally among the tiers."""
+        """Divide each quota equally among the tiers. If a tier refuses, the old quotas stay in all tiers."""
         parts = {name: quota.divided(len(self._tiers)) for name, quota in quotas.items()}
-        for tier in self._tiers:
-            tier.set_tenants(parts, owner_of)
+        for number, tier in enumerate(self._tiers):
+            try:
+                tier.set_tenants(parts, owner_of)
+            except ConfigError:
+                for changed in self._tiers[:number]:
+                    changed.set_tenants(self._quotas, owner_of)
+                raise
+        self._quotas = parts
 
     def tenants(self) -> dict[str, TenantStats]:
         """Sum the counts of the tiers."""
@@ -70,10 +77,10 @@ class StripedTier(DividedTier[SecondaryTier]):
             name: counted.plus(*(other[name] for other in counts[1:])) for name, counted in counts[0].items()
         }
 
-    def members(self) -> Mapping[int, SecondaryTier]:
+    def members(self) -> Mapping[int, GuardedTier]:
         return self._numbered
 
-    def shares(self, keys: Keys) -> list[tuple[int, SecondaryTier, npt.NDArray[np.int64]]]:
+    def shares(self, keys: Keys) -> list[tuple[int, GuardedTier, npt.NDArray[np.int64]]]:
         homes = self.homes(keys)
         numbers = np.unique(homes).tolist()
         return [(number, self._tiers[number], np.flatnonzero(homes == number)) for number in numbers]

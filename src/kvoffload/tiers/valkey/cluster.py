@@ -13,7 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,8 @@ from kvoffload.core.admission import Admission
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.backoff import Backoff
 from kvoffload.tiers.contract import JobResult, Mask, SharedTier, TierStats
-from kvoffload.tiers.divided import DividedSharedTier
+from kvoffload.tiers.divided import DividedSharedTier, sum_of
+from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from kvoffload.tiers.shared.connection import CONNECT_S, ConnectionThread
 from kvoffload.tiers.shared.epochs import EpochHistory
 from kvoffload.tiers.shared.exchanges import Exchange
@@ -113,7 +114,7 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
         self._seeds, self._connect = seeds, connect
         self._fingerprint, self._admission, self._clock = fingerprint, admission, clock
         self.dialect = Resp()
-        self._history = EpochHistory()
+        self._history, self._log = EpochHistory(), RateLimitedLog("kvoffload.remote")
         self.nodes: dict[int, RemoteTier] = {}
         self.numbers: dict[Address, int] = {}
         self.divisions: dict[int, tuple[int, ...]] = {}
@@ -201,7 +202,7 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
         return wait_until(is_drained, timeout_s)
 
     def stats(self) -> TierStats:
-        return _sum([self._removed_stats, *(node.stats() for node in self.nodes.values())])
+        return sum_of([self._removed_stats, *(node.stats() for node in self.nodes.values())])
 
     def close(self) -> None:
         if self._closed or os.getpid() != self._pid:
@@ -279,7 +280,7 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
             node.stop()
             self._changes += node.take_changes()
             stats = replace(node.stats(), in_flight=0, circuit_open=0)
-            self._removed_stats = _sum([self._removed_stats, stats])
+            self._removed_stats = sum_of([self._removed_stats, stats])
 
     def _leaving(self) -> list[int]:
         """Return the numbers of former nodes, the oldest first."""
@@ -374,9 +375,3 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
 def _ask(connection: Connection, exchange: Exchange) -> None:
     assert isinstance(exchange, MapQuestion)
     exchange.run(connection)
-
-
-def _sum(several: list[TierStats]) -> TierStats:
-    """Sum the counters of nodes. `write_budget_bytes` of the result is None."""
-    counters = [counter.name for counter in fields(TierStats) if counter.name != "write_budget_bytes"]
-    return TierStats(**{name: sum(getattr(stats, name) for stats in several) for name in counters})
