@@ -484,3 +484,14 @@ def test_members_continue_when_a_new_member_has_no_room(small: Path) -> None:
     other.close()
     engine.close()
     assert remove_expired(small) == []
+
+
+def test_a_pool_that_is_removed_during_a_listing_is_left_out(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(root, "one")
+    gone = root / f"{directories.PREFIX}{os.geteuid()}-gone"
+    glob = Path.glob
+    monkeypatch.setattr(Path, "glob", lambda path, pattern: [gone, *glob(path, pattern)])
+    assert [pool.path for pool in pools(root)] == [engine.directory.path]
+    engine.close()

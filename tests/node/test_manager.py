@@ -278,7 +278,7 @@ def test_an_exception_after_a_repair_releases_the_lock(monkeypatch: pytest.Monke
     members = Members(2, 5, policy="lru")
     first, second = members.managers
     if os.fork() == 0:
-        first._mutex.acquire(1.0)
+        first._mutex.wait(1.0)
         os._exit(0)
     os.wait()
 
@@ -311,7 +311,7 @@ def test_an_exception_that_hides_the_lock_releases_it(
     second.complete_store(plan)
     if died_inside:
         if os.fork() == 0:
-            first._mutex.acquire(1.0)
+            first._mutex.wait(1.0)
             os._exit(0)
         os.wait()
     place, take = (mutex, mutex.try_lock) if name == "try_lock" else (first._mutex, first._mutex.wait)
@@ -340,10 +340,10 @@ def test_an_exception_without_the_lock_leaves_the_lock_alone(monkeypatch: pytest
     locked, done = threading.Event(), threading.Event()
 
     def hold() -> None:
-        second._mutex.acquire(1.0)
+        second._mutex.wait(1.0)
         locked.set()
         done.wait(10)
-        second._mutex.release()
+        mutex.unlock(second._mutex.door)
 
     def interrupted(door: Any) -> int:
         raise KeyboardInterrupt

@@ -17,6 +17,7 @@ import pytest
 
 from kvoffload.core.plans import LookupResult, PrefixLookup
 from kvoffload.errors import GoneError, UnavailableError
+from kvoffload.node.mutex import unlock
 from kvoffload.testing.audit import audit
 from support.node_process import KEYS, Child, Process, contents
 from support.node_ptrace import owner_of
@@ -191,10 +192,10 @@ def test_reports_are_made_before_the_very_next_call(
         locked, done = threading.Event(), threading.Event()
 
         def hold(locked: threading.Event = locked, done: threading.Event = done) -> None:
-            assert other.manager._mutex.acquire(5.0) == 0
+            assert other.manager._mutex.wait(5.0) == 0
             locked.set()
             done.wait(10)
-            other.manager._mutex.release()
+            unlock(other.manager._mutex.door)
 
         thread = threading.Thread(target=hold)
         thread.start()

@@ -1,7 +1,7 @@
-"""A lock in memory that processes share. If its owner dies, the next `acquire` reports it.
+"""A lock in memory that processes share. If its owner dies, the next process that locks it learns of it.
 
 A robust, process-shared mutex of the C library (``pthread_mutexattr_setrobust``; Linux). An uncontended
-`acquire` makes no system call.
+`try_lock` makes no system call.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class Mutex:
         create: True to initialize the mutex; False if another process has initialized it.
 
     Attributes:
-        door: the argument of `try_lock` and `unlock`, which are faster than `acquire` and `release`.
+        door: the argument of `try_lock` and `unlock`.
 
-    Thread: `acquire` and `release` in the same thread. Cost: 0.06 us each without contention.
+    Thread: lock and unlock in the same thread. Cost: 0.06 us each without contention.
     """
 
     def __init__(self, memory: memoryview, news: I64Array, *, create: bool) -> None:
@@ -87,17 +87,12 @@ class Mutex:
         )
         self.door = self._state.memory
 
-    def acquire(self, timeout_s: float) -> int:
-        """Lock; return `ACQUIRED`, `OWNER_DIED` or `BUSY`.
+    def wait(self, timeout_s: float) -> int:
+        """Lock, and wait if `try_lock` has returned `BUSY`; return `ACQUIRED`, `OWNER_DIED` or `BUSY`.
 
         `OWNER_DIED`: this thread has the lock, but the last owner died while holding it. The caller must
         repair the state and call `repaired`.
         """
-        result: int = try_lock(self.door)
-        return ACQUIRED if result == NEWS else self.wait(timeout_s) if result == BUSY else result
-
-    def wait(self, timeout_s: float) -> int:
-        """Wait for the lock after `try_lock` has returned `BUSY`. Returns the same values as `acquire`."""
         return BUSY if timeout_s <= 0 else self._timed_lock(timeout_s)
 
     def holds(self) -> bool:
@@ -125,10 +120,6 @@ class Mutex:
         else:
             result = self._libc.pthread_mutex_timedlock(mutex, spec)
         return BUSY if result == errno.ETIMEDOUT else result
-
-    def release(self) -> None:
-        """Release the lock. This thread must hold it."""
-        unlock(self.door)
 
     def heard(self) -> None:
         """Record that this process has handled all news so far."""

@@ -292,9 +292,9 @@ def pools(root: Path = SHARED_MEMORY) -> list[PoolStatus]:
     """Return the pools of this user."""
     statuses = []
     for path in sorted(root.glob(f"{PREFIX}{os.geteuid()}-*")):
-        status = path.lstat()
-        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
-            with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            status = path.lstat()
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
                 statuses.append(PoolStatus(path))
     return statuses
 
@@ -434,7 +434,7 @@ def _open_members(path: Path) -> int:
     fd = open_own(path / MEMBERS, os.O_RDWR)
     try:
         _check_members(path, fd)
-    except ConfigError:
+    except BaseException:
         os.close(fd)
         raise
     return fd

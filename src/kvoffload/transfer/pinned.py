@@ -88,7 +88,7 @@ class PinnedPools:
         with on_device(self._device):
             if not pool.flags.writeable:
                 reason = "it is read-only"
-            elif any(_pages(extent).overlaps(_pages(other)) for other in self._pinned):
+            elif any(_share_a_page(extent, other) for other in self._pinned):
                 reason = "it shares pages with another pool, which is pinned"
             elif all(_is_pinned(corner) for corner in (pool[:1, :1], pool[-1:, -1:])):
                 return torch.from_numpy(pool)  # pinned by another owner, which unpins it
@@ -125,22 +125,15 @@ class PinnedPools:
         self._refused.clear()
 
 
-class _Range(tuple[int, int]):
-    """A range of addresses: first address and end."""
-
-    def overlaps(self, other: _Range) -> bool:
-        return self[0] < other[1] and other[0] < self[1]
-
-
 def _extent(pool: Blocks) -> tuple[int, int]:
     start = address_of(pool)
     return start, start + pool.strides[0] * (len(pool) - 1) + pool.shape[1]
 
 
-def _pages(extent: tuple[int, int]) -> _Range:
-    """Extend a range to whole pages, the unit of pinning."""
+def _share_a_page(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Return True if two ranges have a page in common. Memory is pinned in whole pages."""
     page = mmap.PAGESIZE
-    return _Range((extent[0] // page * page, -(-extent[1] // page) * page))
+    return one[0] // page < -(-other[1] // page) and other[0] // page < -(-one[1] // page)
 
 
 def _is_pinned(corner: Blocks) -> bool:
