@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvoffload.cli.disk import disk as command
-from kvoffload.errors import ConfigError
+from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.tiers.disk.slab_directory import slabs_in
 from kvoffload.tiers.disk.slab_layout import Layout
 from support.disk_blocks import KEY_BYTES, Disk, slab_in
@@ -124,6 +125,15 @@ def test_verify_tells_of_a_damaged_journal_and_compact_mends_it(filled: Path) ->
     disk = Disk(filled, 16, fingerprint="llama bf16 tp1")
     assert disk.here(NUMBERS) == NUMBERS
     disk.tier.close()
+
+
+def test_compact_names_a_failed_write(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("kvoffload.tiers.disk.journal.write_checkpoint", full)
+    with pytest.raises(UnavailableError, match=r"it cannot be written .No space left on device"):
+        run("compact", filled)
 
 
 def test_while_somebody_has_it_open(filled: Path) -> None:

@@ -140,18 +140,19 @@ def opened(
     if report.problem:
         raise ConfigError("path", str(slabs[0]), report.problem)
     files = files or Files()
-    lock = DirectoryLock(slabs[0].parent, log, wait_s=wait_s, sleep=files.sleep)
-    try:
-        lock.include(slabs[0])
-        slab = Slab.open(slabs[0], files, log)
-        if isinstance(slab, str):
-            raise ConfigError("path", str(slabs[0]), slab)
-        with contextlib.closing(slab):
-            yield slab, recover(slab, salvage=True)
-    except OSError as error:
-        raise UnavailableError("path", str(path), f"it cannot be read ({error.strerror})") from None
-    finally:
-        lock.release()
+    with contextlib.ExitStack() as undo:
+        lock = DirectoryLock(slabs[0].parent, log, wait_s=wait_s, sleep=files.sleep)
+        undo.callback(lock.release)
+        try:
+            lock.include(slabs[0])
+            slab = Slab.open(slabs[0], files, log)
+            if isinstance(slab, str):
+                raise ConfigError("path", str(slabs[0]), slab)
+            undo.callback(slab.close)
+            recovered = recover(slab, salvage=True)
+        except OSError as error:
+            raise UnavailableError("path", str(path), f"it cannot be read ({error.strerror})") from None
+        yield slab, recovered
 
 
 def delete(slabs: list[Path]) -> None:

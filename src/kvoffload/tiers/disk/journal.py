@@ -43,7 +43,6 @@ class Journal:
             writes a checkpoint and starts a new epoch. Later readers then cannot mix old and new groups.
 
     Attributes:
-        bytes_written: bytes of groups and checkpoints written since opening.
         damaged: number of unreadable parts of the journal.
     """
 
@@ -52,7 +51,6 @@ class Journal:
         self._epoch, self._sequence, self._at = recovered.epoch, recovered.sequence, recovered.log_end
         self._max_group_bytes = min(MAX_GROUP_BYTES, self._layout.log_bytes // 4 // PAGE_BYTES * PAGE_BYTES)
         self._memory = aligned(self._max_group_bytes)
-        self.bytes_written = 0
         self.damaged = recovered.damaged
         # A killed process may have written groups without a sync.
         self.sync()
@@ -79,7 +77,6 @@ class Journal:
             self._slab.write_pages(layout.log_offset + self._at, encoded)
             self._at += size
             self._sequence += 1
-            self.bytes_written += size
 
     def _split(
         self, removed: SlabSlots, entries: Records, accessed: Records
@@ -106,7 +103,7 @@ class Journal:
         Cost: a write of 80 bytes a block, and two syncs.
         """
         epoch = self._epoch + 1
-        self.bytes_written += write_checkpoint(self._slab, self._layout, epoch, contents)
+        write_checkpoint(self._slab, self._layout, epoch, contents)
         self._epoch, self._sequence, self._at = epoch, 0, 0
 
     def sync(self) -> None:
@@ -114,12 +111,9 @@ class Journal:
         self._slab.sync()
 
 
-def write_checkpoint(slab: Slab, layout: Layout, epoch: int, contents: Contents) -> int:
-    """Write `contents` as the durable checkpoint of `epoch`, at its offset in `layout`.
-
-    Returns: number of bytes written. Raises `OSError`.
-    """
-    slab_id, num_bytes = slab.identity.slab_id, 2 * PAGE_BYTES
+def write_checkpoint(slab: Slab, layout: Layout, epoch: int, contents: Contents) -> None:
+    """Write `contents` as the durable checkpoint of `epoch`, at its offset in `layout`. Raises `OSError`."""
+    slab_id = slab.identity.slab_id
     start, slots = layout.checkpoint_offset(epoch), contents.slots()
     memory = aligned(layout.checkpoint_group_bytes)
     no_slots, no_accesses, step = np.empty(0, np.uint32), np.empty(0, ACCESS), layout.entries_per_group
@@ -129,7 +123,6 @@ def write_checkpoint(slab: Slab, layout: Layout, epoch: int, contents: Contents)
         group = Group(epoch, sequence, CHECKPOINT, no_slots, entries, no_accesses, 0, 0)
         encoded = encode_group(layout, slab_id, group, memory)
         slab.write_pages(start + PAGE_BYTES + sequence * layout.checkpoint_group_bytes, encoded)
-        num_bytes += len(encoded)
     slab.sync()
     head = aligned(PAGE_BYTES)
     written = tuple(sorted(contents.written.items())[-MAX_HOURS:])
@@ -137,4 +130,3 @@ def write_checkpoint(slab: Slab, layout: Layout, epoch: int, contents: Contents)
     for offset in (start, start + layout.checkpoint_bytes - PAGE_BYTES):
         slab.write_pages(offset, head)
     slab.sync()
-    return num_bytes

@@ -104,7 +104,7 @@ class Contents:
             newest[key] = slot
         return np.setdiff1d(slots, older)
 
-    def forget(self, slots: npt.NDArray[np.int64]) -> None:
+    def forget(self, slots: npt.NDArray[np.integer]) -> None:
         """Mark slots as empty."""
         self.generation[slots] = 0
         self.uses[slots] = 0
@@ -123,9 +123,7 @@ class Contents:
     def apply(self, group: Group) -> None:
         """Apply the records of one journal group: removals, then entries, then accesses."""
         n = len(self.generation)
-        removed = group.removed[group.removed < n]
-        self.generation[removed] = 0
-        self.uses[removed] = 0
+        self.forget(group.removed[group.removed < n])
         entries = group.entries[(group.entries["slot"] >= self._first_slot) & (group.entries["slot"] < n)]
         if group.kind == LOG:
             hours, counts = np.unique(entries["written_at_s"] // HOUR_S, return_counts=True)
