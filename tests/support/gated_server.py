@@ -13,7 +13,8 @@ from kvoffload.tiers.contract import TierStats
 from kvoffload.tiers.shared.exchanges import Handshake, PersistenceQuestion, Probe, Read, Write
 from kvoffload.tiers.shared.groups import BlockGroups
 from kvoffload.tiers.shared.identity import SingleKeyspace, producer_of
-from kvoffload.tiers.shared.remote_tier import RemoteOptions, RemoteTier
+from kvoffload.tiers.shared.remote_tier import RemoteTier
+from kvoffload.tiers.shared.server import RemoteOptions, Server
 
 ANSWERS, FAILS, HANGS = "answers", "fails", "hangs"
 BLOCK_BYTES = 64
@@ -48,16 +49,15 @@ class GatedServer:
         **options: Any,
     ) -> RemoteTier:
         """Return an open tier before the server."""
-        usual = {"namespace": "ns", "timeout_s": 60.0, "probe_timeout_s": 60.0, "num_threads": lines}
+        usual = {
+            "namespace": "ns", "fingerprint": "model", "block_bytes": BLOCK_BYTES,
+            "timeout_s": 60.0, "probe_timeout_s": 60.0, "num_threads": lines,
+        }  # fmt: skip
+        keyspace = SingleKeyspace("ns", producer_of("model"), (b"epoch",))
         tier = RemoteTier(
             "gated",
-            "nowhere",
-            self.connect,
+            Server("nowhere", self.connect, GatedDialect(), keyspace),
             RemoteOptions(**(usual | options)),
-            dialect=GatedDialect(),
-            keyspace=SingleKeyspace("ns", producer_of("model"), (b"epoch",)),
-            block_bytes=BLOCK_BYTES,
-            fingerprint="model",
             clock=clock,
             chance=chance,
             groups=groups,

@@ -28,7 +28,7 @@ import numpy as np
 
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.contract import NO_JOB
-from kvoffload.tiers.shared.remote_tier import RemoteOptions
+from kvoffload.tiers.shared.server import RemoteOptions
 from kvoffload.tiers.valkey.cluster import ClusterTier
 from kvoffload.tiers.valkey.protocol import valkey_tier
 from kvoffload.tiers.valkey.resp import Connection, Login
@@ -695,16 +695,18 @@ def listening(outcome: Outcome) -> Iterator[None]:
 
 
 def _opened(servers: list[FakeServer], is_cluster: bool) -> Any:
-    options = RemoteOptions(namespace="ns", timeout_s=TIMEOUT_S, probe_timeout_s=PROBE_S)
-    settings: dict[str, Any] = {"block_bytes": BLOCK_BYTES, "fingerprint": "model"}
+    options = RemoteOptions(
+        namespace="ns", fingerprint="model", block_bytes=BLOCK_BYTES, timeout_s=TIMEOUT_S,
+        probe_timeout_s=PROBE_S,
+    )  # fmt: skip
     login = Login("", PASSWORD)
     if is_cluster:
         seeds = [("127.0.0.1", server.port) for server in servers]
         connect = lambda address, deadline: Connection(*address, login, deadline)  # noqa: E731
-        return ClusterTier("valkey", "cluster/ns", seeds, connect, options, **settings)
+        return ClusterTier("valkey", "cluster/ns", seeds, connect, options)
     (server,) = servers
     to = lambda deadline: Connection("127.0.0.1", server.port, login, deadline)  # noqa: E731
-    return valkey_tier("valkey", "server/ns", to, replace(options, num_threads=2), **settings)
+    return valkey_tier("valkey", "server/ns", to, replace(options, num_threads=2))
 
 
 def _run(name: str, servers: list[FakeServer], seed: int, steps: int, begin: Callable[[], None],

@@ -15,10 +15,12 @@ import pytest
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.s3.bucket import Bucket, BucketError, Found, Ledger, Prices
 from kvoffload.tiers.s3.protocol import s3_tier
-from kvoffload.tiers.shared.remote_tier import RemoteOptions, RemoteTier
+from kvoffload.tiers.shared.remote_tier import RemoteTier
+from kvoffload.tiers.shared.server import RemoteOptions
 
 PATIENCE_S, BLOCK_BYTES = 60.0, 4096
 FREE = Prices(0, 0, 0)
+OPTIONS = RemoteOptions(namespace="p", fingerprint="producer", block_bytes=BLOCK_BYTES)
 KEYS = Keys.pack([bytes([number]) * 36 for number in range(2)], 36)
 
 Before = Callable[[str, str], Awaitable[None]]
@@ -96,10 +98,8 @@ def tier(objects: Objects) -> Iterator[RemoteTier]:
         "s3",
         "bucket/p",
         lambda deadline: MemoryBucket(objects),
-        RemoteOptions(namespace="p", timeout_s=PATIENCE_S, probe_timeout_s=PATIENCE_S),
+        dataclasses.replace(OPTIONS, timeout_s=PATIENCE_S, probe_timeout_s=PATIENCE_S),
         ledger=Ledger(FREE),
-        block_bytes=BLOCK_BYTES,
-        fingerprint="producer",
     )
     yield made
     made.close()
@@ -177,10 +177,8 @@ def test_late_handshake_does_not_end_the_new_epoch(objects: Objects) -> None:
         "s3",
         "bucket/p",
         lambda deadline: MemoryBucket(objects),
-        RemoteOptions(namespace="p"),
+        OPTIONS,
         ledger=Ledger(FREE),
-        block_bytes=BLOCK_BYTES,
-        fingerprint="producer",
     )
     try:
         deadline = time.monotonic() + PATIENCE_S

@@ -18,7 +18,7 @@ from kvoffload.tiers.kinds.valkey import ValkeyOptions
 from kvoffload.tiers.shared import addresses as room
 from kvoffload.tiers.shared.addresses import Addresses, SocketAddress, race
 from kvoffload.tiers.shared.remote_errors import ServerError
-from kvoffload.tiers.shared.remote_tier import RemoteOptions
+from kvoffload.tiers.shared.server import RemoteOptions
 from kvoffload.tiers.spec import TierOwner
 from kvoffload.tiers.valkey.cluster import ClusterTier
 from kvoffload.tiers.valkey.cluster_map import Address
@@ -231,9 +231,9 @@ def test_close_of_a_cluster_waits_once_for_all_threads() -> None:
             raise TimeoutError
         return Connection(*address, Login(), deadline)
 
-    options = RemoteOptions(namespace="ns")
+    options = RemoteOptions(namespace="ns", fingerprint="model", block_bytes=4096)
     seeds = [("127.0.0.1", server.port)]
-    tier = ClusterTier("valkey", "there", seeds, connect, options, block_bytes=4096, fingerprint="model")
+    tier = ClusterTier("valkey", "there", seeds, connect, options)
     until = later()
     while sum(node.peer.has_begun for node in tier.nodes.values()) < 10:
         assert time.monotonic() < until

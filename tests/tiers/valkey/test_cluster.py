@@ -23,7 +23,7 @@ from kvoffload.replay.data import DataPlane
 from kvoffload.replay.replay import Replay, ReplayConfig
 from kvoffload.tiers.contract import NO_JOB
 from kvoffload.tiers.kinds.valkey import ValkeyOptions
-from kvoffload.tiers.shared.remote_tier import RemoteOptions
+from kvoffload.tiers.shared.server import RemoteOptions
 from kvoffload.tiers.spec import parse_tiers
 from kvoffload.tiers.valkey.cluster import ClusterTier
 from kvoffload.tiers.valkey.cluster_map import Address, MapQuestion
@@ -158,10 +158,8 @@ def test_unknown_cluster_drops_writes() -> None:
     def nobody(address: Address, deadline: float) -> Connection:
         raise ConnectionRefusedError
 
-    options = RemoteOptions(namespace="ns")
-    tier = ClusterTier(
-        "valkey", "nowhere", [("127.0.0.1", 1)], nobody, options, block_bytes=BLOCK_BYTES, fingerprint="model"
-    )
+    options = RemoteOptions(namespace="ns", fingerprint="model", block_bytes=BLOCK_BYTES)
+    tier = ClusterTier("valkey", "nowhere", [("127.0.0.1", 1)], nobody, options)
     assert tier.queue_room > 0, "otherwise RAM would keep blocks for the cluster"
     job, taken = tier.submit_write(some_keys(1, 2), np.zeros((2, BLOCK_BYTES), np.uint8), np.arange(2))
     assert (job, taken.tolist()) == (NO_JOB, [False, False])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvoffload.tiers.shared.remote_errors import ProtocolError, ServerError
-from kvoffload.tiers.shared.remote_tier import RemoteOptions
+from kvoffload.tiers.shared.server import RemoteOptions
 from kvoffload.tiers.valkey.cluster import ClusterTier
 from kvoffload.tiers.valkey.cluster_map import MOST_MASTERS, Address, MapQuestion
 from kvoffload.tiers.valkey.resp import Connection, Login
@@ -167,10 +167,11 @@ def tier(server: FakeServer) -> Any:
     def connect(address: Address, deadline: float) -> Connection:
         return Connection(*address, Login(), deadline)
 
-    options = RemoteOptions(namespace="ns", timeout_s=60.0, probe_timeout_s=60.0)
+    options = RemoteOptions(
+        namespace="ns", fingerprint="model", block_bytes=4096, timeout_s=60.0, probe_timeout_s=60.0
+    )
     seeds = [("127.0.0.1", server.port)]
-    settings: dict[str, Any] = {"block_bytes": 4096, "fingerprint": "model"}
-    tier = ClusterTier("valkey", "there", seeds, connect, options, **settings)
+    tier = ClusterTier("valkey", "there", seeds, connect, options)
     yield tier
     tier.close()
 

@@ -103,11 +103,9 @@ class S3Options(SharedTierOptions):
             self.name,
             self.url.removeprefix("s3://") + (f" at {self.endpoint}" if self.endpoint else ""),
             lambda _: Bucket(signer, ledger),
-            self.remote_options(owner, namespace),
+            self.remote_options(owner, namespace, fingerprint),
             ledger=ledger,
             group_blocks=self.group_blocks(owner),
-            block_bytes=owner.block_bytes,
-            fingerprint=fingerprint,
             admission=admission,
         )
 

@@ -6,9 +6,10 @@
 
 from __future__ import annotations
 
+import math
 import ssl
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, TypeAlias
+from typing import Annotated, ClassVar, TypeAlias
 
 from kvoffload.core.admission import Admission
 from kvoffload.errors import ConfigError
@@ -84,21 +85,17 @@ class ValkeyOptions(SharedTierOptions):
         self, owner: TierOwner, fingerprint: str, admission: Admission | None
     ) -> RemoteTier | ClusterTier:
         url = parse_url(self.url)
-        connect = self.connector(self.silence_s if owner.counts_blocks else None)
+        connect = self.connector(self.silence_s if owner.counts_blocks else math.inf)
         _warn_if_open_to_all(url, connect.login)
-        options = self.remote_options(
-            owner, url.namespace, 0 if self.ttl is None else max(1, round(self.ttl))
-        )
-        common: dict[str, Any] = {
-            "block_bytes": owner.block_bytes,
-            "fingerprint": fingerprint,
-            "admission": admission,
-        }
+        ttl_s = 0 if self.ttl is None else max(1, round(self.ttl))
+        options = self.remote_options(owner, url.namespace, fingerprint, ttl_s)
         if url.is_cluster:
-            return ClusterTier(self.name, str(url), [*url.nodes], connect, options, **common)
+            return ClusterTier(self.name, str(url), [*url.nodes], connect, options, admission=admission)
         (node,) = url.nodes
         options = replace(options, num_threads=_NUM_THREADS)
-        return valkey_tier(self.name, str(url), lambda deadline: connect(node, deadline), options, **common)
+        return valkey_tier(
+            self.name, str(url), lambda deadline: connect(node, deadline), options, admission=admission
+        )
 
     def refusal(self, error: BaseException) -> str | None:
         if isinstance(error, ssl.SSLCertVerificationError):
@@ -109,7 +106,7 @@ class ValkeyOptions(SharedTierOptions):
             return f"it is a node of a cluster: use valkey+cluster:// ({error})"
         return str(error) if error.code in _REFUSALS else None
 
-    def connector(self, silence_s: float | None = None) -> Connector:
+    def connector(self, silence_s: float = math.inf) -> Connector:
         """Return a new connector with the present login. `silence_s`: as for `Connector`.
 
         Raises: `ConfigError`.

@@ -140,7 +140,7 @@ class Bucket:
         ledger: counts requests; several clients may share a ledger.
     """
 
-    is_in_step = True
+    is_in_step = has_received = True
 
     def __init__(self, signer: Signer, ledger: Ledger) -> None:
         self._signer, self._ledger = signer, ledger
@@ -148,15 +148,6 @@ class Bucket:
         self._idle: list[HttpConnection] = []
         self._running: list[asyncio.Task[None]] = []
         self._aborted = False
-
-    @property
-    def has_received(self) -> bool:
-        """Always True, so that `ConnectionThread` does not repeat exchanges. `Bucket` repeats requests."""
-        return True
-
-    @has_received.setter
-    def has_received(self, value: bool) -> None:
-        pass
 
     def run(
         self, requests: Iterable[Coroutine[Any, Any, None]], deadline: float, most_at_once: int = MOST_AT_ONCE
@@ -167,6 +158,9 @@ class Bucket:
             request.
         """
         coroutines = [*requests]
+        self.has_received = (
+            True  # so that `ConnectionThread` repeats no exchange: this class repeats requests
+        )
         try:
             if coroutines:
                 self._signer.refresh()

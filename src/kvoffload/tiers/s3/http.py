@@ -78,6 +78,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     Attributes:
         is_usable: True if another request may be sent.
+        has_begun: True if a byte of the last request's response has been received.
 
     Thread: the event loop's.
     """
@@ -124,11 +125,6 @@ class HttpConnection(asyncio.BufferedProtocol):
                 done.exception()  # it may have been set while sending failed
 
     @property
-    def has_begun(self) -> bool:
-        """True if a byte of the last request's response has been received."""
-        return self._has_begun
-
-    @property
     def is_quiet(self) -> bool:
         """True if neither a byte nor the end of the stream has arrived since the last response."""
         end = self._transport.get_extra_info("socket") if self._transport is not None else None
@@ -173,7 +169,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._accept, self._is_head = accept, is_head
         self._receiver = NoReceiver()
         self._fill = self._num_interim = 0
-        self._has_begun = self._in_body = self._keeps = False
+        self.has_begun = self._in_body = self._keeps = False
         self._num_left: int | None = None
         self._chunks: _Chunks | None = None
 
@@ -195,7 +191,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         if self._done is None or self._done.done():
             self.close()  # unexpected bytes
             return
-        self._has_begun = True
+        self.has_begun = True
         try:
             if self._chunks is not None:
                 self._take_chunks(self._view[:nbytes])

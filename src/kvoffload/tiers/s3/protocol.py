@@ -31,7 +31,8 @@ from kvoffload.tiers.shared.identity import (
     producer_of,
 )
 from kvoffload.tiers.shared.remote_errors import FULL, CacheResetError, ProtocolError, ServerError
-from kvoffload.tiers.shared.remote_tier import RemoteOptions, RemoteTier
+from kvoffload.tiers.shared.remote_tier import RemoteTier
+from kvoffload.tiers.shared.server import RemoteOptions, Server
 from kvoffload.transfer.copies import address_of, copy_blocks
 
 _NUM_THREADS = 4
@@ -49,7 +50,6 @@ def s3_tier(
     connect: Callable[[float], Bucket],
     options: RemoteOptions,
     *,
-    fingerprint: str,
     ledger: Ledger,
     group_blocks: int = 1,
     **arguments: Any,
@@ -62,19 +62,11 @@ def s3_tier(
             not needed.
         arguments: other arguments of `RemoteTier`.
     """
-    producer = producer_of(fingerprint)
+    producer = producer_of(options.fingerprint)
     keyspace = SingleKeyspace(options.namespace, producer, (epoch_name(options.namespace, producer),))
-    return RemoteTier(
-        name,
-        place,
-        connect,
-        replace(options, num_threads=_NUM_THREADS),
-        dialect=S3(ledger, group_blocks),
-        keyspace=keyspace,
-        fingerprint=fingerprint,
-        groups=BlockGroups(group_blocks),
-        **arguments,
-    )
+    server = Server(place, connect, S3(ledger, group_blocks), keyspace)
+    options = replace(options, num_threads=_NUM_THREADS)
+    return RemoteTier(name, server, options, groups=BlockGroups(group_blocks), **arguments)
 
 
 def epoch_name(namespace: str, producer: bytes) -> bytes:
@@ -156,13 +148,19 @@ class S3:
         requests count, even if other requests fail. Raises the first error after all requests have ended.
         """
         assert isinstance(exchange.epoch, SingleEpoch)
-        epoch = _EpochReader(exchange.epoch)
+        name = epoch_name(exchange.epoch.namespace, exchange.epoch.producer).decode()
+        epochs: list[int | None] = []
+
+        async def read_epoch() -> None:
+            _, value = await bucket.value(name, _EPOCH_BYTES)
+            epochs.append(epoch_number(value))
+
         try:
-            bucket.run([epoch.read(bucket), *requests], exchange.deadline, self.most_at_once)
+            bucket.run([read_epoch(), *requests], exchange.deadline, self.most_at_once)
         finally:
-            if epoch.number != exchange.epoch.number:
+            if epochs != [exchange.epoch.number]:
                 exchange.ok[:] = False
-                if epoch.has_reply:
+                if epochs:
                     raise CacheResetError
         for group in exchange.objects:
             exchange.current[group.rows] = True
@@ -193,24 +191,6 @@ class S3:
             write.refused = ServerError(f"{FULL} {error}")
         else:
             write.ok[group.rows] = True
-
-
-class _EpochReader:
-    """Reads the epoch of a bucket.
-
-    Attributes:
-        number: the epoch; None if it is missing, damaged or not read yet.
-        has_reply: True after the server's reply.
-    """
-
-    def __init__(self, epoch: SingleEpoch) -> None:
-        self._name = epoch_name(epoch.namespace, epoch.producer).decode()
-        self.number: int | None = None
-        self.has_reply = False
-
-    async def read(self, bucket: Bucket) -> None:
-        _, value = await bucket.value(self._name, _EPOCH_BYTES)
-        self.number, self.has_reply = epoch_number(value), True
 
 
 class _BlockReceiver:

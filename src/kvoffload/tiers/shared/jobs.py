@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Iterator, Set
 from typing import Any
 
-from kvoffload.tiers.shared.connection import Connect, ConnectionThread
+from kvoffload.tiers.shared.connection import ConnectionThread
 from kvoffload.tiers.shared.exchanges import PROBE, READ, WRITE, BlockExchange, Exchange
 from kvoffload.tiers.shared.remote_errors import NotSentError, QueuedTooLongError
+from kvoffload.tiers.shared.server import RemoteOptions, Server
 
 IN_FLIGHT_BYTES = 256 << 20
 _EXPIRE_EVERY_S = 0.005
@@ -26,7 +27,6 @@ class Jobs:
 
     Args:
         name: the tier's name, part of the threads' names.
-        num_threads: number of threads for reads, for writes and for probes.
         group_blocks: number of blocks that are written together. The limit of blocks in flight is never
             below this number.
 
@@ -38,16 +38,8 @@ class Jobs:
     Thread: the scheduler's.
     """
 
-    def __init__(
-        self,
-        name: str,
-        connect: Connect[Any],
-        perform: Callable[[Any, Exchange], None],
-        block_bytes: int,
-        num_threads: int,
-        group_blocks: int = 1,
-    ) -> None:
-        self._block_bytes, self._group_blocks = block_bytes, group_blocks
+    def __init__(self, name: str, server: Server, options: RemoteOptions, group_blocks: int = 1) -> None:
+        self._block_bytes, self._group_blocks = options.block_bytes, group_blocks
         self.in_flight: dict[int, BlockExchange] = {}
         self.in_flight_bytes = IN_FLIGHT_BYTES
         self.ended: deque[Exchange] = deque()  # `append` and `popleft` are atomic
@@ -56,8 +48,10 @@ class Jobs:
         self._expire_at = 0.0
         self._threads = {
             kind: [
-                ConnectionThread(f"kvoffload-{name}-{kind}", connect, perform, self.ended.append)
-                for _ in range(num_threads)
+                ConnectionThread(
+                    f"kvoffload-{name}-{kind}", server.connect, server.perform, self.ended.append
+                )
+                for _ in range(options.num_threads)
             ]
             for kind in (PROBE, READ, WRITE)
         }

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from kvoffload.tiers.producer_text import pack
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from kvoffload.tiers.shared.circuit import Breakers
 from kvoffload.tiers.shared.connection import CONNECT_S
@@ -24,9 +25,10 @@ from kvoffload.tiers.shared.exchanges import (
     Persistence,
     PersistenceQuestion,
 )
-from kvoffload.tiers.shared.identity import Epoch, Keyspace
+from kvoffload.tiers.shared.identity import Epoch
 from kvoffload.tiers.shared.printable import printable
 from kvoffload.tiers.shared.remote_errors import CacheResetError, NotSentError, ServerError
+from kvoffload.tiers.shared.server import RemoteOptions, Server
 
 HANDSHAKE_S = 2 * CONNECT_S
 _RETRY_S = 1.0
@@ -46,15 +48,12 @@ class Peer:
     snapshot. The peer then resets the cache once more and logs an error.
 
     Args:
-        name, place: the tier and the server, for the log.
-        about: text about the producer, stored beside the epoch.
+        name: name of the tier, for the log.
         send: sends an exchange over a connection for a type of operation.
         forget: called when known blocks may be gone.
         clock: monotonic seconds, for pauses.
         history: for a node of a cluster, the history that all nodes share. None for any other server. With
             a history, an error reply that a block is on another node is no failure.
-        asks_persistence: True to ask the server once about its persistence.
-        gives_up_at_once: True if a single exceeded deadline opens the circuit breaker.
         chance: returns a random number in [0, 1), for jitter.
 
     Attributes:
@@ -74,27 +73,25 @@ class Peer:
     def __init__(
         self,
         name: str,
-        place: str,
-        keyspace: Keyspace,
+        server: Server,
+        options: RemoteOptions,
         *,
-        about: bytes,
         send: Callable[[str, Exchange], None],
         forget: Forget,
         clock: Callable[[], float] = time.monotonic,
-        history: EpochHistory | None = None,
-        asks_persistence: bool = True,
-        gives_up_at_once: bool = False,
         chance: Callable[[], float] = random.random,
+        history: EpochHistory | None = None,
     ) -> None:
-        self.name, self.place, self.keyspace = name, place, keyspace
-        self._about, self._send, self._forget, self._clock = about, send, forget, clock
+        self.name, self.place, self.keyspace = name, server.place, server.keyspace
+        self._send, self._forget, self._clock = send, forget, clock
+        self._about = pack(options.fingerprint)  # stored beside the epoch
         self.history = history or EpochHistory()
-        self._gives_up_at_once, self._is_node = gives_up_at_once, history is not None
+        self._gives_up_at_once, self._is_node = options.gives_up_at_once, history is not None
         self.breakers = Breakers(clock, chance)
         self.epoch: Epoch | None = None
         self.handshake: Handshake | None = None
         self.persistence_question: PersistenceQuestion | None = None
-        self._may_ask_persistence = asks_persistence
+        self._may_ask_persistence = server.dialect.reports_persistence
         self._next_handshake = 0.0
         # Epoch numbers from handshakes that were sent before a reset by this process.
         self._overtaken: list[int] = []

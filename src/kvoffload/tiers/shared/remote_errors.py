@@ -51,10 +51,6 @@ class QueuedTooLongError(TimeoutError):
     """The deadline of an exchange was exceeded while it was queued."""
 
 
-class SilentError(TimeoutError):
-    """The server has neither sent nor accepted a byte for the longest allowed silence."""
-
-
 class CacheResetError(Exception):
     """The epoch has changed or is missing: no result of this exchange counts."""
 

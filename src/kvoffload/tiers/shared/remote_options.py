@@ -11,7 +11,8 @@ from kvoffload.core.admission import DEFAULT_ADMISSION, Admission, AdmissionName
 from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.settings.read import Duration
 from kvoffload.tiers.producer_text import add_salt
-from kvoffload.tiers.shared.remote_tier import ConnectingTier, RemoteOptions
+from kvoffload.tiers.shared.remote_tier import ConnectingTier
+from kvoffload.tiers.shared.server import RemoteOptions
 from kvoffload.tiers.spec import TierOptions, TierOwner
 
 _COUNTED_BLOCKS = 1 << 16
@@ -50,7 +51,9 @@ class SharedTierOptions(TierOptions):
     def refusal(self, error: BaseException) -> str | None:
         """Return the reason of a permanent error, or None if a retry may succeed."""
 
-    def remote_options(self, owner: TierOwner, namespace: str, ttl_s: int = 0) -> RemoteOptions:
+    def remote_options(
+        self, owner: TierOwner, namespace: str, fingerprint: str, ttl_s: int = 0
+    ) -> RemoteOptions:
         """Return the options of a `RemoteTier` for this owner.
 
         Replays have long deadlines, because their decisions must not depend on the speed of a server.
@@ -58,6 +61,8 @@ class SharedTierOptions(TierOptions):
         least_s = _REPLAY_S if owner.counts_blocks else 0.0
         return RemoteOptions(
             namespace=namespace,
+            fingerprint=fingerprint,
+            block_bytes=owner.block_bytes,
             timeout_s=max(self.timeout, least_s),
             probe_timeout_s=max(self.probe_timeout, least_s),
             ttl_s=ttl_s,

@@ -22,10 +22,8 @@ from kvoffload.errors import MisuseError, UnavailableError
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.backoff import Backoff
 from kvoffload.tiers.contract import NO_JOB, GroupedTier, JobResult, Mask, SharedTier, TierStats, checked_rows
-from kvoffload.tiers.producer_text import pack
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
-from kvoffload.tiers.shared.connection import CONNECT_S, Connect, Connection
-from kvoffload.tiers.shared.dialect import Dialect, perform
+from kvoffload.tiers.shared.connection import CONNECT_S
 from kvoffload.tiers.shared.epochs import EpochHistory
 from kvoffload.tiers.shared.exchanges import (
     PROBE,
@@ -41,12 +39,13 @@ from kvoffload.tiers.shared.exchanges import (
     Write,
 )
 from kvoffload.tiers.shared.groups import BlockGroups, ReportedPath
-from kvoffload.tiers.shared.identity import Keyspace, producer_of
+from kvoffload.tiers.shared.identity import producer_of
 from kvoffload.tiers.shared.jobs import Jobs
 from kvoffload.tiers.shared.peer import Peer
 from kvoffload.tiers.shared.presence import PresenceCache
 from kvoffload.tiers.shared.printable import printable
 from kvoffload.tiers.shared.remote_errors import FULL, CacheResetError
+from kvoffload.tiers.shared.server import Dialect, RemoteOptions, Server
 from kvoffload.tiers.shared.write_log import WriteLog
 from kvoffload.tiers.waiting import wait_until
 from kvoffload.transfer import Blocks, Rows
@@ -57,31 +56,7 @@ CLOSE_S = 2 * CONNECT_S
 """Longest wait of `close`, for all threads together. A connection attempt takes at most `CONNECT_S`."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 
-C = TypeVar("C", bound=Connection)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RemoteOptions:
-    """Options of a remote tier.
-
-    Attributes:
-        namespace: prefix of the blocks' names. The server can restrict a user to a prefix.
-        timeout_s: longest duration of a read.
-        probe_timeout_s: longest duration of a probe, and longest wait of a request for probes.
-        ttl_s: lifetime of a block on the server in seconds; 0 if the server decides.
-        write_timeout_s: longest duration of a write; None for five times `timeout_s`.
-        gives_up_at_once: True if the first exceeded deadline opens the circuit breaker. For replays, which
-            have long deadlines.
-        num_threads: number of connections for reads, for writes and for probes.
-    """
-
-    namespace: str
-    timeout_s: float = 2.0
-    probe_timeout_s: float = 0.05
-    ttl_s: int = 0
-    write_timeout_s: float | None = None
-    gives_up_at_once: bool = False
-    num_threads: int = 1
+E = TypeVar("E", bound=BlockExchange)
 
 
 @dataclass(eq=False)
@@ -135,11 +110,6 @@ class RemoteTier(ConnectingTier, GroupedTier):
 
     Args:
         name: name in reports and metrics.
-        place: the server, for the log.
-        connect: connects to the server, by a deadline.
-        dialect: performs exchanges over connections.
-        keyspace: epoch keys and names of blocks.
-        fingerprint: identifies the producer of the blocks; equal on all machines that share the blocks.
         admission: chooses the blocks to write; None for all.
         groups: groups of blocks that share an object; None if each block has its own name.
         clock: monotonic seconds, for the presence cache and pauses.
@@ -155,27 +125,22 @@ class RemoteTier(ConnectingTier, GroupedTier):
     def __init__(
         self,
         name: str,
-        place: str,
-        connect: Connect[C],
+        server: Server,
         options: RemoteOptions,
         *,
-        dialect: Dialect[C],
-        keyspace: Keyspace,
-        block_bytes: int,
-        fingerprint: str,
         admission: Admission | None = None,
         groups: BlockGroups | None = None,
         clock: Callable[[], float] = time.monotonic,
         chance: Callable[[], float] = random.random,
         history: EpochHistory | None = None,
     ) -> None:
-        self.name, self.place, self.options = name, place, options
-        self.block_bytes = self.stored_bytes = block_bytes
+        self.name, self.place, self.options = name, server.place, options
+        self.block_bytes = self.stored_bytes = options.block_bytes
         self.probe_timeout_s = options.probe_timeout_s
         self.groups, self.group_blocks = groups, 1 if groups is None else groups.group_blocks
-        identity = producer_of(f"{name} {place} {options.namespace} {fingerprint}")
+        identity = producer_of(f"{name} {server.place} {options.namespace} {options.fingerprint}")
         self.identity = int.from_bytes(identity[:8], "big")
-        self.dialect: Dialect[Any] = dialect
+        self.dialect: Dialect[Any] = server.dialect
         self._admission, self._clock = admission, clock
         self.presence, self._write_log = PresenceCache(clock), WriteLog()
         self._full_backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
@@ -185,27 +150,11 @@ class RemoteTier(ConnectingTier, GroupedTier):
         self._stats = TierStats(ready=0)
         self._log = RateLimitedLog("kvoffload.remote")
         self._pid = os.getpid()
-        self.jobs = Jobs(
-            name,
-            connect,
-            lambda c, exchange: perform(dialect, c, exchange),
-            block_bytes,
-            options.num_threads,
-            self.group_blocks,
-        )
+        self.jobs = Jobs(name, server, options, self.group_blocks)
         self.peer = Peer(
-            name,
-            place,
-            keyspace,
-            about=pack(fingerprint),
-            send=self.jobs.send,
-            forget=self._forget,
-            clock=clock,
+            name, server, options, send=self.jobs.send, forget=self._forget, clock=clock, chance=chance,
             history=history,
-            asks_persistence=dialect.reports_persistence,
-            gives_up_at_once=options.gives_up_at_once,
-            chance=chance,
-        )
+        )  # fmt: skip
         if history is None:
             self.peer.start()
 
@@ -265,7 +214,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
         if not self.is_open(PROBE):
             return NO_JOB
         self._stats.probes += len(keys)
-        return self.jobs.submit(self._new_probe(keys))
+        return self.jobs.submit(self._new(Probe, keys, self.options.probe_timeout_s))
 
     def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
         checked = checked_rows(keys, pool, rows, self.block_bytes)
@@ -274,7 +223,10 @@ class RemoteTier(ConnectingTier, GroupedTier):
             job = self.jobs.next_job()
             self._results.append(JobResult(job, np.zeros(len(keys), np.bool_), 0.0))
             return job
-        return self.jobs.submit(self._new_read(keys[:count], pool, checked[:count], len(keys)))
+        rows, timeout_s = checked[:count], self.options.timeout_s
+        return self.jobs.submit(
+            self._new(Read, keys[:count], timeout_s, pool=pool, rows=rows, num_rows=len(keys))
+        )
 
     def submit_write(
         self, keys: Keys, pool: Blocks, rows: Rows, request: object | None = None
@@ -300,7 +252,10 @@ class RemoteTier(ConnectingTier, GroupedTier):
         if len(wanted) == 0:
             return NO_JOB, accepted
         accepted[wanted] = True
-        write = self._new_write(keys.take(wanted), pool, checked[wanted])
+        timeout_s = self.options.write_timeout_s or _WRITE_TIMEOUT_FACTOR * self.options.timeout_s
+        write = self._new(
+            Write, keys.take(wanted), timeout_s, pool=pool, rows=checked[wanted], ttl_s=self.options.ttl_s
+        )
         self._writing.update(write.keys)
         if is_attempt:
             self.peer.breakers.attempts[WRITE] = write.job
@@ -407,13 +362,13 @@ class RemoteTier(ConnectingTier, GroupedTier):
     def _maintain(self) -> None:
         """Send a handshake if due, and an attempt for each half-open breaker of reads or probes."""
         self.peer.maintain()
-        breakers = self.peer.breakers
-        for kind in (READ, PROBE):
-            if self.peer.may_attempt(kind) and kind in breakers.retry_keys:
-                keys = breakers.retry_keys[kind]
-                rows = np.empty((len(keys), self.block_bytes), np.uint8), np.arange(len(keys))
-                attempt = self._new_read(keys, *rows, len(keys)) if kind == READ else self._new_probe(keys)
-                breakers.attempts[kind] = self.jobs.submit(attempt)
+        breakers, options = self.peer.breakers, self.options
+        if self.peer.may_attempt(READ) and (keys := breakers.retry_keys.get(READ)) is not None:
+            pool, rows = np.empty((len(keys), self.block_bytes), np.uint8), np.arange(len(keys))
+            read = self._new(Read, keys, options.timeout_s, pool=pool, rows=rows)
+            breakers.attempts[READ] = self.jobs.submit(read)
+        if self.peer.may_attempt(PROBE) and (keys := breakers.retry_keys.get(PROBE)) is not None:
+            breakers.attempts[PROBE] = self.jobs.submit(self._new(Probe, keys, options.probe_timeout_s))
 
     def _forget(self, *, same_epoch: bool) -> None:
         self.presence.clear()
@@ -422,28 +377,17 @@ class RemoteTier(ConnectingTier, GroupedTier):
 
     # ---- jobs
 
-    def _new_probe(self, keys: Keys) -> Probe:
-        return Probe(num_rows=len(keys), **self._common(keys, self.options.probe_timeout_s))
-
-    def _new_read(self, keys: Keys, pool: Blocks, rows: npt.NDArray[np.int64], num_rows: int) -> Read:
-        common = self._common(keys, self.options.timeout_s)
-        return Read(num_rows=num_rows, pool=pool, rows=rows, **common)
-
-    def _new_write(self, keys: Keys, pool: Blocks, rows: npt.NDArray[np.int64]) -> Write:
-        timeout_s = self.options.write_timeout_s or _WRITE_TIMEOUT_FACTOR * self.options.timeout_s
-        common = self._common(keys, timeout_s)
-        return Write(num_rows=len(keys), pool=pool, rows=rows, ttl_s=self.options.ttl_s, **common)
-
-    def _common(self, keys: Keys, timeout_s: float) -> dict[str, Any]:
-        """Return the arguments that all exchanges about blocks share. Allocates a job number."""
-        return {
-            "job": self.jobs.next_job(),
-            "keys": keys,
-            "epoch": self.peer.epoch,
-            "block_bytes": self.block_bytes,
-            "objects": () if self.groups is None else self.groups.parts(keys),
-            "deadline": time.monotonic() + timeout_s,
-        }
+    def _new(self, kind: type[E], keys: Keys, timeout_s: float, **more: Any) -> E:
+        """Create an exchange about blocks, with the number of a new job."""
+        return kind(
+            job=self.jobs.next_job(),
+            keys=keys,
+            epoch=self.peer.epoch,
+            block_bytes=self.block_bytes,
+            objects=() if self.groups is None else self.groups.parts(keys),
+            deadline=time.monotonic() + timeout_s,
+            **{"num_rows": len(keys), **more},
+        )
 
     def _awaited(self) -> list[BlockExchange]:
         """Return the exchanges in flight, without attempts to probe or read. No caller waits for these."""

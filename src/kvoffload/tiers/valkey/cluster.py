@@ -28,7 +28,8 @@ from kvoffload.tiers.shared.connection import CONNECT_S, ConnectionThread
 from kvoffload.tiers.shared.epochs import EpochHistory
 from kvoffload.tiers.shared.exchanges import Exchange
 from kvoffload.tiers.shared.identity import producer_of
-from kvoffload.tiers.shared.remote_tier import CLOSE_S, ConnectingTier, RemoteOptions, RemoteTier, unavailable
+from kvoffload.tiers.shared.remote_tier import CLOSE_S, ConnectingTier, RemoteTier, unavailable
+from kvoffload.tiers.shared.server import RemoteOptions, Server
 from kvoffload.tiers.valkey.cluster_map import MOST_MASTERS, Address, MapQuestion
 from kvoffload.tiers.valkey.divisions import NUM_DIVISIONS, DividedKeyspace, division_of, tags
 from kvoffload.tiers.valkey.protocol import Resp
@@ -77,7 +78,6 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
         place: the cluster, for the log.
         seeds: nodes from which the first map is read.
         connect: connects to a node and logs in, by a deadline.
-        fingerprint: identifies the producer of the blocks; equal on all machines that share the blocks.
         admission: chooses the blocks to write; None for all.
         clock: monotonic seconds.
 
@@ -100,19 +100,17 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
         connect: Callable[[Address, float], Connection],
         options: RemoteOptions,
         *,
-        block_bytes: int,
-        fingerprint: str,
         admission: Admission | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
         self.name, self.place, self.options = name, place, options
-        self.block_bytes = self.stored_bytes = block_bytes
+        self.block_bytes = self.stored_bytes = options.block_bytes
         self.probe_timeout_s = options.probe_timeout_s
-        identity = producer_of(f"{name} cluster {options.namespace} {fingerprint}")
+        identity = producer_of(f"{name} cluster {options.namespace} {options.fingerprint}")
         self.identity = int.from_bytes(identity[:8], "big")
         self._seeds, self._connect = seeds, connect
-        self._fingerprint, self._admission, self._clock = fingerprint, admission, clock
+        self._admission, self._clock = admission, clock
         self.dialect = Resp()
         self._history, self._log = EpochHistory(), RateLimitedLog("kvoffload.remote")
         self.nodes: dict[int, RemoteTier] = {}
@@ -348,19 +346,15 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
 
     def new_node(self, address: Address, divisions: tuple[int, ...]) -> RemoteTier:
         """Create a node with these divisions, without starting its threads."""
-        host, port = address
-        node = RemoteTier(
-            self.name,
-            f"{host}:{port}/{self.options.namespace}",
+        (host, port), options = address, self.options
+        server = Server(
+            f"{host}:{port}/{options.namespace}",
             lambda deadline: self._connect(address, deadline),
-            self.options,
-            dialect=self.dialect,
-            keyspace=DividedKeyspace(self.options.namespace, producer_of(self._fingerprint), divisions),
-            block_bytes=self.block_bytes,
-            fingerprint=self._fingerprint,
-            admission=self._admission,
-            clock=self._clock,
-            history=self._history,
+            self.dialect,
+            DividedKeyspace(options.namespace, producer_of(options.fingerprint), divisions),
+        )
+        node = RemoteTier(
+            self.name, server, options, admission=self._admission, clock=self._clock, history=self._history
         )
         if self.is_reset_wanted[[*divisions]].any():
             node.clear()

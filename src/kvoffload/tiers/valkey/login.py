@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import ssl
 from dataclasses import replace
@@ -12,7 +13,6 @@ from kvoffload.errors import ConfigError
 from kvoffload.tiers.shared.addresses import Addresses
 from kvoffload.tiers.valkey.cluster_map import Address
 from kvoffload.tiers.valkey.resp import Connection, Login
-from kvoffload.tiers.valkey.silence import ImpatientConnection
 
 USERNAME, PASSWORD = "KVOFFLOAD_VALKEY_USERNAME", "KVOFFLOAD_VALKEY_PASSWORD"
 
@@ -53,12 +53,12 @@ class Connector:
 
     Args:
         password_file: empty if the password does not come from a file.
-        silence_s: seconds of silence after which a connection fails; None for no limit.
+        silence_s: as for `Connection`.
 
     Thread: any, several at a time.
     """
 
-    def __init__(self, login: Login, password_file: str = "", silence_s: float | None = None) -> None:
+    def __init__(self, login: Login, password_file: str = "", silence_s: float = math.inf) -> None:
         self.login, self._password_file, self._silence_s = login, password_file, silence_s
         self._addresses = Addresses()
 
@@ -69,6 +69,4 @@ class Connector:
                 password = password_in(self._password_file)
                 if password and password != self.login.password:
                     self.login = replace(self.login, password=password)
-        if self._silence_s is None:
-            return Connection(*address, self.login, deadline, self._addresses)
-        return ImpatientConnection(*address, self.login, deadline, self._addresses, silence_s=self._silence_s)
+        return Connection(*address, self.login, deadline, self._addresses, self._silence_s)

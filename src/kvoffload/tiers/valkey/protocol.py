@@ -30,7 +30,8 @@ from kvoffload.tiers.shared.identity import (
     rest_names,
 )
 from kvoffload.tiers.shared.remote_errors import CacheResetError, ProtocolError, ServerError
-from kvoffload.tiers.shared.remote_tier import RemoteOptions, RemoteTier
+from kvoffload.tiers.shared.remote_tier import RemoteTier
+from kvoffload.tiers.shared.server import RemoteOptions, Server
 from kvoffload.tiers.valkey.persistence import ask_persistence
 from kvoffload.tiers.valkey.resp import MOST_AT_ONCE, Block, Connection, command
 
@@ -46,16 +47,12 @@ def valkey_tier(
     place: str,
     connect: Callable[[float], Connection],
     options: RemoteOptions,
-    *,
-    fingerprint: str,
     **arguments: Any,
 ) -> RemoteTier:
     """Return a tier in one server that speaks RESP2; arguments as for `RemoteTier`."""
-    producer = producer_of(fingerprint)
+    producer = producer_of(options.fingerprint)
     keyspace = SingleKeyspace(options.namespace, producer, (epoch_name(options.namespace, producer),))
-    return RemoteTier(
-        name, place, connect, options, dialect=Resp(), keyspace=keyspace, fingerprint=fingerprint, **arguments
-    )
+    return RemoteTier(name, Server(place, connect, Resp(), keyspace), options, **arguments)
 
 
 @dataclass(eq=False)

@@ -7,6 +7,7 @@ retries: after an error the connection must be closed.
 from __future__ import annotations
 
 import contextlib
+import math
 import select
 import socket
 import ssl
@@ -79,9 +80,12 @@ class Connection:
 
     Args:
         addresses: cache of resolved hosts; None to resolve the host for this connection alone.
+        silence_s: longest time in which the server may neither send nor accept a byte. For replays, which
+            have long deadlines.
 
     Raises:
-        OSError: a failure of the network, or `TimeoutError` at the deadline. Close the connection.
+        OSError: a failure of the network, or `TimeoutError` at the deadline or after `silence_s`. Close the
+            connection.
         ProtocolError: an invalid reply. Close the connection.
         ServerError: the server refuses the login (constructor only).
 
@@ -89,9 +93,16 @@ class Connection:
     """
 
     def __init__(
-        self, host: str, port: int, login: Login, deadline: float, addresses: Addresses | None = None
+        self,
+        host: str,
+        port: int,
+        login: Login,
+        deadline: float,
+        addresses: Addresses | None = None,
+        silence_s: float = math.inf,
     ) -> None:
         self.host, self._answer_bytes_left, self._password = host, 0, login.password
+        self._silence_s = silence_s
         _seconds_left(deadline)
         self._socket: socket.socket = (addresses or Addresses()).connected(host, port, deadline)
         try:
@@ -170,22 +181,22 @@ class Connection:
 
     def send(self, buffers: Sequence[Buffer], deadline: float) -> None:
         """Send all buffers in order."""
-        if not self._is_plain:
-            # `SSLSocket.sendall` applies the time-out to each record of 16 KiB, not to the whole call.
-            for buffer in buffers:
-                view = memoryview(buffer)
-                for begin in range(0, len(view), _RECORD_BYTES):
-                    self._socket.settimeout(_seconds_left(deadline))
-                    self._socket.sendall(view[begin : begin + _RECORD_BYTES])
-            return
-        remaining = [memoryview(buffer) for buffer in buffers]
+        remaining, until = (
+            _without_first([memoryview(buffer) for buffer in buffers], 0),
+            self._until(deadline),
+        )
         while remaining:
-            _seconds_left(deadline)
+            seconds = self._seconds_left(until, deadline)
             try:
-                count = self._socket.sendmsg(remaining[:_MOST_BUFFERS])
-            except BlockingIOError:
+                if self._is_plain:
+                    count = self._socket.sendmsg(remaining[:_MOST_BUFFERS])
+                else:
+                    # `sendall` would apply the time-out to each record of 16 KiB, not to the whole call.
+                    self._socket.settimeout(seconds)
+                    count = self._socket.send(remaining[0][:_RECORD_BYTES])
+            except (BlockingIOError, TimeoutError):
                 continue  # after 5 ms
-            remaining = _without_first(remaining, count)
+            remaining, until = _without_first(remaining, count), self._until(deadline)
 
     def reply(self, deadline: float) -> Reply:
         """Read a reply of up to 4 KiB. An array raises `ProtocolError`."""
@@ -417,20 +428,31 @@ class Connection:
 
         Over TLS only the first buffer is used. `flags`: as for `socket.recvmsg_into`.
         """
+        until = self._until(deadline)
         while True:
-            seconds = _seconds_left(deadline)
+            seconds = self._seconds_left(until, deadline)
             try:
                 if self._is_plain:
                     count = self._socket.recvmsg_into(into, 0, flags)[0]
                 else:
                     self._socket.settimeout(seconds)
                     count = self._socket.recv_into(into[0])
-            except BlockingIOError:
+            except (BlockingIOError, TimeoutError):
                 continue  # after 5 ms
             if count == 0:
                 raise ConnectionResetError("the server has closed the connection")
             self.has_received = True
             return count
+
+    def _until(self, deadline: float) -> float:
+        """Return the latest time for the next byte."""
+        return min(deadline, time.monotonic() + self._silence_s)
+
+    def _seconds_left(self, until: float, deadline: float) -> float:
+        seconds = until - time.monotonic()
+        if seconds <= 0.0 and until < deadline:
+            raise TimeoutError(f"nothing received for {self._silence_s:g} s")
+        return seconds if seconds > 0.0 else _seconds_left(deadline)
 
 
 class _BlockLayout:
