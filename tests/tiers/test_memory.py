@@ -196,9 +196,14 @@ def test_a_pool_larger_than_memory_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "limit", ["/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"]
+    ("place", "limit", "usage"),
+    [
+        ("/sys/fs/cgroup", "memory.max", "memory.current"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ],
 )
-def test_the_limit_of_a_container_bounds_available_memory(monkeypatch, limit):
+def test_the_limit_of_a_container_bounds_available_memory(monkeypatch, place, limit, usage):
+    limit, usage = f"{place}/{limit}", f"{place}/{usage}"
     files = {limit: "123456\n", "/proc/meminfo": "MemTotal: 9000 kB\nMemAvailable:  8000 kB\n"}
 
     class Read:
@@ -212,6 +217,11 @@ def test_the_limit_of_a_container_bounds_available_memory(monkeypatch, limit):
 
     monkeypatch.setattr(memory, "Path", Read)
     assert available_bytes() == 123_456
+    files[usage] = "100000\n"
+    files[f"{place}/memory.stat"] = "anon 60000\nfile 40000\ninactive_file 30000\nactive_file 9000\n"
+    assert available_bytes() == 123_456 - 61_000, "processes of the container use the rest"
+    files[usage] = "200000\n"
+    assert available_bytes() == 0
     files[limit] = "max\n"
     assert available_bytes() == 8_000 * 1024
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -249,7 +250,14 @@ def available_bytes() -> int:
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         limits.append(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")))
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+    for place, most, used in (
+        ("/sys/fs/cgroup", "max", "current"),
+        ("/sys/fs/cgroup/memory", "limit_in_bytes", "usage_in_bytes"),
+    ):
         with contextlib.suppress(OSError, ValueError):
-            limits.append(int(Path(path).read_text()))
-    return min(limits)
+            limits.append(int(Path(f"{place}/memory.{most}").read_text()))
+            num_used = int(Path(f"{place}/memory.{used}").read_text())
+            # The system drops cached files when memory is short.
+            cached = re.findall(r"^(?:in)?active_file (\d+)$", Path(f"{place}/memory.stat").read_text(), re.M)
+            limits[-1] -= max(0, num_used - sum(map(int, cached)))
+    return max(0, min(limits))
