@@ -479,8 +479,14 @@ OWNER = TierOwner(BLOCK_BYTES, 36, "model")
 
 def test_missing_files_are_refused(tmp_path: Path) -> None:
     missing = str(tmp_path / "missing")
-    for options, field in [({"password_file": missing}, "password_file"), ({"ca": missing}, "ca")]:
-        with pytest.raises(ConfigError, match=f"^{field}: "):
+    for options, field in [
+        ({"password_file": missing}, "password_file"),
+        ({"ca": missing}, "ca"),
+        ({"ca": missing, "cert": missing}, "ca"),
+        ({"cert": missing}, "cert"),
+        ({"cert_key": missing}, "cert: missing; allowed"),
+    ]:
+        with pytest.raises(ConfigError, match=f"^{field}"):
             ValkeyOptions(url="valkeys://127.0.0.1:1/ns", **options).open(OWNER)
     with pytest.raises(ConfigError, match="for valkeys://"):
         ValkeyOptions(url="valkey://127.0.0.1:1/ns", ca=missing).open(OWNER)

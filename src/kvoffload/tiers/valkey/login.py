@@ -31,12 +31,16 @@ def find_login(password_file: str, tls: ssl.SSLContext | None) -> Login:
 
 def tls_context(ca: str, cert: str, cert_key: str) -> ssl.SSLContext:
     """Return a TLS context. Each argument is a file name, or empty. Raises `ConfigError`."""
+    if cert_key and not cert:
+        raise ConfigError("cert", None, "allowed: the file of the certificate that belongs to cert_key")
+    field, value = "ca", ca
     try:
         context = ssl.create_default_context(cafile=ca or None)
         if cert:
+            field, value = "cert", cert
             context.load_cert_chain(cert, cert_key or None)
     except OSError as error:
-        raise ConfigError("ca" if not cert else "cert", ca or cert, str(error)) from None
+        raise ConfigError(field, value, str(error)) from None
     return context
 
 
