@@ -12,10 +12,11 @@ from kvoffload.structures.keys import Keys
 from kvoffload.tiers.contract import NO_JOB
 from kvoffload.tiers.kinds.s3 import S3Options
 from kvoffload.tiers.kinds.valkey import ValkeyOptions
+from kvoffload.tiers.producer_text import producer_of
 from kvoffload.tiers.s3 import protocol
 from kvoffload.tiers.shared import identity
 from kvoffload.tiers.shared.groups import BlockGroups
-from kvoffload.tiers.shared.identity import SingleEpoch, producer_of
+from kvoffload.tiers.shared.identity import SingleEpoch
 from kvoffload.tiers.spec import TierOptions, TierOwner
 from peers.contract import KEY_BYTES, TIMEOUT_S, Adapter, Place, page_aligned, until_ended
 from peers.doors import BUCKET, Object, Values, ask, namespace, server

@@ -10,9 +10,10 @@ import threading
 from typing import Any
 
 from kvoffload.tiers.contract import TierStats
+from kvoffload.tiers.producer_text import producer_of
 from kvoffload.tiers.shared.exchanges import Handshake, PersistenceQuestion, Probe, Read, Write
 from kvoffload.tiers.shared.groups import BlockGroups
-from kvoffload.tiers.shared.identity import SingleKeyspace, producer_of
+from kvoffload.tiers.shared.identity import SingleKeyspace
 from kvoffload.tiers.shared.remote_tier import RemoteTier
 from kvoffload.tiers.shared.server import RemoteOptions, Server
 

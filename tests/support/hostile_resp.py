@@ -32,6 +32,7 @@ from kvoffload.tiers.shared.server import RemoteOptions
 from kvoffload.tiers.valkey.cluster import ClusterTier
 from kvoffload.tiers.valkey.protocol import valkey_tier
 from kvoffload.tiers.valkey.resp import Connection, Login
+from support.pauses import end_pauses
 
 PASSWORD = "hunter2-secret"
 BLOCK_BYTES = 24 << 10
@@ -666,7 +667,7 @@ class Driver:
 
     def try_again_now(self) -> None:
         """End all pauses, so that the attack or the recovery continues."""
-        self.tier.end_pauses()
+        end_pauses(self.tier)
 
     def wait_for(self, number: int) -> None:
         """Wait until a step serves `number` blocks."""

@@ -31,6 +31,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from support.pauses import end_pauses
+
 BUCKET, KEY_ID, SECRET = "kv-cache", "AKIATESTS", "hunter2hunter2"
 HUGE = 10**15
 _CHUNK = bytes(1 << 16)
@@ -750,7 +752,7 @@ class Machine:
 
     def hurry(self) -> None:
         """End the pauses of circuit breakers and handshakes."""
-        self.tier.end_pauses()
+        end_pauses(self.tier)
 
     def come_back(self) -> None:
         """Wait until blocks can be written and read again."""

@@ -18,6 +18,7 @@ import pytest
 from kvoffload.errors import UnavailableError
 from kvoffload.tiers.contract import NO_JOB, JobResult
 from support.fault_proxy import FaultProxies, FaultProxy
+from support.pauses import end_pauses
 from support.sharing_client import CANARY, SharingClient, some_keys
 from support.valkey_server import PATIENCE_S
 
@@ -326,7 +327,7 @@ class SharedTierContract:
             client.forget()
             client.assume_present(*BLOCKS)
             assert client.read(*BLOCKS) == []
-            client.tier.end_pauses()
+            end_pauses(client.tier)
             assert time.monotonic() < until
         client.reconnect()
         assert client.read(*BLOCKS) == client.probe(*BLOCKS) == new.read(*BLOCKS) == []

@@ -12,6 +12,7 @@ import numpy as np
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.contract import NO_JOB, JobResult
 from kvoffload.tiers.memory import MemoryTier
+from support.pauses import end_pauses
 from support.valkey_server import PATIENCE_S
 
 NUM_SLOTS = 64
@@ -149,7 +150,7 @@ class SharingClient(ABC):
         """Wait until every server answers reads, without the pauses of the circuit breakers."""
         until = time.monotonic() + PATIENCE_S
         while not self.is_well():
-            self.tier.end_pauses()
+            end_pauses(self.tier)
             assert time.monotonic() < until
             time.sleep(0.001)
 

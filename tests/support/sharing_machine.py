@@ -20,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvoffload.tiers.contract import NO_JOB, JobResult
 from kvoffload.tiers.shared.identity import HEADER_BYTES
 from support.fault_proxy import FaultProxy
+from support.pauses import end_pauses
 from support.sharing_client import some_keys
 from support.valkey_server import PATIENCE_S
 
@@ -194,7 +195,7 @@ class SharingMachine(RuleBasedStateMachine):
         """End the pauses of circuit breakers, handshakes and full servers."""
         for tier in self.tiers:
             for node in self.parts(tier):
-                node.end_pauses()
+                end_pauses(node)
 
     @rule(machine=machines)
     def forget(self, machine: int) -> None:

@@ -26,6 +26,7 @@ from kvoffload.tiers.spec import TierOptions, TierOwner, parse_tiers
 from kvoffload.traces.trace import Trace
 from support.background_load import background_load
 from support.fault_proxy import FaultProxy
+from support.pauses import end_pauses
 from support.run_cli import kvoffload
 from support.sharing_rig import BLOCK_BYTES, HIT, MISS, RETRY, Machine, some_keys
 from support.valkey_server import PATIENCE_S
@@ -165,7 +166,7 @@ class TieredContract:
             assert machine.tier.stats().mismatches == 0
             assert machine.manager.stats().writing == 0
             while not machine.tier.is_open("read"):
-                machine.tier.end_pauses()
+                end_pauses(machine.tier)
                 assert time.monotonic() < until
 
     def some_path(self, random: np.random.Generator) -> range:

@@ -48,7 +48,7 @@ class _Failures:
 
 
 class GuardedTier(SharedTier, GroupedTier):
-    """A wrapper that behaves as the wrapped tier, but raises no `Exception`.
+    """A wrapper that behaves as the wrapped tier, but raises nothing, except errors of `set_tenants`.
 
     The guard has the methods of every kind of tier. If the wrapped tier is not shared, no block is `unknown`.
     If it has no groups, each group is one block.

@@ -66,6 +66,11 @@ def add_salt(text: str, salt: str) -> str:
     return f"{text}{_BEFORE_SALT}{salt}" if salt else text
 
 
+def producer_of(text: str) -> bytes:
+    """Return the 16 bytes that identify a producer in stored blocks and names."""
+    return hashlib.sha256(text.encode()).digest()[:16]
+
+
 def pack(text: str, max_bytes: int = MAX_BYTES) -> bytes:
     """Encode a producer's text in at most `max_bytes`.
 

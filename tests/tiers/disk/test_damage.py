@@ -28,8 +28,8 @@ from kvoffload.tiers.disk.files import PAGE_BYTES, Files
 from kvoffload.tiers.disk.inspection import Problem, compact, opened, verify
 from kvoffload.tiers.disk.slab import FIRST_PAUSE_S, LONGEST_PAUSE_S, MISMATCH, SOUND, Scratch
 from kvoffload.tiers.disk.slab_directory import Geometry, open_directory, slabs_in
-from kvoffload.tiers.disk.slab_format import fingerprint_of
 from kvoffload.tiers.disk.slab_layout import LOCK_FILE_BYTES, Layout
+from kvoffload.tiers.producer_text import producer_of
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from support.disk_blocks import KEY_BYTES, Disk, block_of, keys_of, slab_in
 from support.recording_files import FailingFiles, raises, works
@@ -311,7 +311,7 @@ def test_a_block_is_bound_to_every_field_of_its_header(tmp_path: Path, changed: 
     elif changed == "generation":
         generation = generation + np.uint64(1)
     elif changed == "producer":
-        slab.identity = slab.identity._replace(fingerprint=fingerprint_of("another model"))
+        slab.identity = slab.identity._replace(fingerprint=producer_of("another model"))
     elif changed == "checksum":
         expected = sums ^ np.uint64(1)
     elif changed == "bytes":

@@ -35,6 +35,7 @@ from kvoffload.tiers.shared.addresses import Addresses, SocketAddress
 from kvoffload.tiers.spec import TierOwner
 from support.fault_proxy import FaultProxy
 from support.hostile_s3 import ATTACKS, BUCKET, KEY_ID, SECRET, HangupError, HostileS3, Request, soak
+from support.pauses import end_pauses
 from support.s3_client import BLOCK_BYTES, PACK, PATH, STRIDE, Client
 from support.s3_server import PATIENCE_S
 from support.sampling import sampled
@@ -193,7 +194,7 @@ def test_damaged_epoch_is_named_with_the_remedy(client: Client, server: HostileS
         assert client.read(1) == []
         until = time.monotonic() + PATIENCE_S
         while "reset the cache" not in str(client.tier.last_error):
-            client.tier.end_pauses()
+            end_pauses(client.tier)
             assert not client.tier.is_open()
             assert time.monotonic() < until
             time.sleep(0.001)
@@ -211,7 +212,7 @@ def test_acknowledged_reset_that_was_not_stored_is_not_confirmed(client: Client,
     assert not client.tier.drain(0.3)
     assert client.read(1) == []
     server.attack = ""
-    client.tier.end_pauses()
+    end_pauses(client.tier)
     assert client.tier.drain(PATIENCE_S)
     assert client.read(1) == []
 

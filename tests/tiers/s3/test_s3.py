@@ -18,6 +18,7 @@ from kvoffload.tiers.shared.identity import HEADER_BYTES
 from kvoffload.tiers.spec import TierOwner
 from kvoffload.tiers.striped import StripedTier
 from support.fault_proxy import FaultProxy
+from support.pauses import end_pauses
 from support.s3_client import BLOCK_BYTES, PACK, PATH, STRIDE, Client
 from support.s3_server import KEY_ID, SECRET, Moto, Rclone, S3Server, running
 from support.shared_tier_contract import FAULTS, Damage, Rig, SharedTierContract, check_blocks_return
@@ -306,7 +307,7 @@ def test_writes_to_a_busy_server_are_dropped(
     assert (stats.dropped, stats.failed, stats.circuit_open) == (8, 0, 0)
     assert client.write(*PATH[:8]) == [], "writes pause"
     proxy.set()
-    client.tier.end_pauses()
+    end_pauses(client.tier)
     assert client.write(*PATH[:8]) == [*PATH[:8]]
 
 

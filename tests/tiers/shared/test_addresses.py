@@ -25,6 +25,7 @@ from kvoffload.tiers.valkey.cluster_map import Address
 from kvoffload.tiers.valkey.login import PASSWORD, Connector
 from kvoffload.tiers.valkey.resp import Connection, Login
 from support.hostile_resp import FakeServer, Moment, encoded
+from support.pauses import end_pauses
 from support.sharing_client import some_keys
 
 
@@ -237,7 +238,7 @@ def test_close_of_a_cluster_waits_once_for_all_threads() -> None:
     until = later()
     while sum(node.peer.has_begun for node in tier.nodes.values()) < 10:
         assert time.monotonic() < until
-        tier.end_pauses()
+        end_pauses(tier)
         tier.finished()
     begun = time.monotonic()
     tier.close()
@@ -283,7 +284,7 @@ def test_changed_password_file_is_read_for_the_next_connection(server: FakeServe
 
 
 def step(tier: Any, keys: Any) -> None:
-    tier.end_pauses()
+    end_pauses(tier)
     tier.presence.clear()
     job, until = tier.submit_probe(keys), later()
     while not any(result.job == job for result in tier.finished()):

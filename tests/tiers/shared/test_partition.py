@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from support.network_namespaces import LATE, PROBE_S, TIMEOUT_S, ip, made, wait_until
+from support.pauses import end_pauses
 from support.sharing_client import CANARY, closed_at_the_end, some_keys
 from support.valkey_client import Client
 from support.valkey_server import PATIENCE_S, Server, running
@@ -101,7 +102,7 @@ def wait_until_breaker_opens(client: Client) -> None:
 
 def wait_until_breaker_closes(client: Client, island: Island) -> None:
     """Check that a lost handshake changes nothing, and that a handshake over the link closes the breaker."""
-    client.tier.end_pauses()
+    end_pauses(client.tier)
     client.presence(1)
     wait_until(lambda: bool(client.tier.jobs.ended))
     assert client.presence(1) == [False]
@@ -109,7 +110,7 @@ def wait_until_breaker_closes(client: Client, island: Island) -> None:
     island.set_link("up")
     until = time.monotonic() + PATIENCE_S
     while not client.tier.is_open():
-        client.tier.end_pauses()
+        end_pauses(client.tier)
         assert time.monotonic() < until
         time.sleep(0.01)
     assert client.tier.stats().circuit_open == 0

@@ -23,6 +23,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvoffload.structures.keys import Keys
+from kvoffload.tiers.producer_text import producer_of
 from kvoffload.tiers.shared.circuit import CircuitBreaker
 from kvoffload.tiers.shared.connection import ConnectionThread
 from kvoffload.tiers.shared.exchanges import Exchange
@@ -33,7 +34,6 @@ from kvoffload.tiers.shared.identity import (
     epoch_name,
     head_bytes,
     is_rest,
-    producer_of,
     rest_names,
 )
 from kvoffload.tiers.shared.presence import PresenceCache

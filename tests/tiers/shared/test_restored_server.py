@@ -16,6 +16,7 @@ import pytest
 from kvoffload.tiers.shared.epochs import EpochHistory
 from kvoffload.tiers.shared.exchanges import Persistence
 from kvoffload.tiers.valkey.persistence import persistence_of
+from support.pauses import end_pauses
 from support.sharing_client import closed_at_the_end
 from support.valkey_client import Client
 from support.valkey_server import PATIENCE_S, Server, redis, running
@@ -46,7 +47,7 @@ def read_until_reset(client: Client) -> list[int]:
     served = client.read(*NUMBERS)
     until = time.monotonic() + PATIENCE_S
     while not client.tier.drain(0.01):
-        client.tier.end_pauses()
+        end_pauses(client.tier)
         assert time.monotonic() < until
     client.wait_until_open()
     return served + client.read(*NUMBERS)

@@ -25,6 +25,7 @@ from kvoffload.tiers.valkey.cluster_map import MapQuestion
 from kvoffload.tiers.valkey.divisions import slot_of
 from support import s3_server
 from support.fault_proxy import FaultProxy
+from support.pauses import end_pauses
 from support.s3_server import BUCKET, KEY_ID, SECRET, Rclone
 from support.sharing_client import some_keys
 from support.sharing_machine import EVERY, BehindAProxy, SharingMachine, any_number, machines
@@ -143,7 +144,7 @@ class ClusterMachine(SharingMachine):
     def try_again_now(self) -> None:
         super().try_again_now()
         for tier in self.tiers:
-            tier.end_pauses()
+            end_pauses(tier)
 
     @rule(number=any_number, to=st.integers(1, 2))
     def a_slot_moves(self, number: int, to: int) -> None:

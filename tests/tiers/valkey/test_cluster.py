@@ -33,6 +33,7 @@ from kvoffload.traces.sessions import generate
 from kvoffload.traces.workloads import builtin
 from support.background_load import background_load
 from support.fault_proxy import FaultProxies, FaultProxy
+from support.pauses import end_pauses
 from support.shared_tier_contract import Damage, Rig, slow
 from support.sharing_client import CANARY, closed_at_the_end, some_keys
 from support.valkey_client import BLOCK_BYTES, Client
@@ -185,7 +186,7 @@ def test_blocks_of_removed_nodes_are_reported_lost(cluster: Cluster, make: Calla
     client.write(*NUMBERS)
     assert client.changes() == [({*NUMBERS}, False)]
     client.tier.use_map(MapQuestion(deadline=0.0))  # a map without nodes
-    client.tier.end_pauses()
+    end_pauses(client.tier)
     client.tier.finished()
     assert client.changes() == [({*NUMBERS}, True)]
     client.reconnect()
@@ -249,7 +250,7 @@ def test_reset_waits_for_a_hanging_node_alone(tmp_path: Path, make: Callable[...
             assert client.read(*lost) == [], "their reset is not confirmed"
         until = time.monotonic() + PATIENCE_S
         while not client.tier.drain(0.1):
-            client.tier.end_pauses()
+            end_pauses(client.tier)
             assert time.monotonic() < until
         client.reconnect()
         assert client.probe(*NUMBERS) == []

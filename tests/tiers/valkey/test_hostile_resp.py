@@ -18,6 +18,7 @@ from kvoffload.tiers.valkey.cluster import ClusterTier
 from kvoffload.tiers.valkey.cluster_map import MOST_MASTERS, Address, MapQuestion
 from kvoffload.tiers.valkey.resp import Connection, Login
 from support.hostile_resp import MAPS, REPLIES, FakeServer, Outcome, attack_map, attack_replies, encoded
+from support.pauses import end_pauses
 from support.sampling import sampled
 from support.sharing_client import some_keys
 
@@ -180,7 +181,7 @@ def wait(tier: ClusterTier, until: Callable[[], bool]) -> None:
     last = time.monotonic() + 60.0
     while not until():
         assert time.monotonic() < last
-        tier.end_pauses()
+        end_pauses(tier)
         tier.finished()
         time.sleep(0.001)
 

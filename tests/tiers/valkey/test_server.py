@@ -22,6 +22,7 @@ from kvoffload.tiers.spec import TierOwner
 from kvoffload.tiers.valkey.login import PASSWORD, USERNAME
 from kvoffload.tiers.valkey.resp import Login
 from support.fault_proxy import FaultProxy
+from support.pauses import end_pauses
 from support.shared_tier_contract import GROUP, Damage, Rig
 from support.sharing_client import closed_at_the_end, some_keys
 from support.valkey_client import BLOCK_BYTES, Client
@@ -216,7 +217,7 @@ def test_restarted_server_is_used_again(tmp_path: Path, make: Callable[..., Clie
         server.start()
         until = time.monotonic() + PATIENCE_S
         while client.write(1) != [1]:
-            client.tier.end_pauses()
+            end_pauses(client.tier)
             assert time.monotonic() < until
         assert client.read(1) == [1]
 
@@ -401,7 +402,7 @@ def test_writes_to_a_full_server_are_dropped(
         assert "is full and evicts nothing" in caplog.text
         assert client.read(*written[:10]) == written[:10]
         assert client.write(500) == [], "writes pause"
-        client.tier.end_pauses()
+        end_pauses(client.tier)
         for name in server.names():
             server.execute("DEL", name)
         assert client.write(500) == [500]

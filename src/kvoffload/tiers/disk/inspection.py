@@ -11,11 +11,11 @@ from typing import NamedTuple
 import numpy as np
 
 from kvoffload.errors import ConfigError, UnavailableError
-from kvoffload.tiers.disk.files import Files, aligned
+from kvoffload.tiers.disk.files import Files
 from kvoffload.tiers.disk.journal import Journal
 from kvoffload.tiers.disk.lock import DirectoryLock, owner_of
-from kvoffload.tiers.disk.recovery import Recovered, recover
-from kvoffload.tiers.disk.slab import REFUSED, SOUND, UNREADABLE, Scratch, Slab
+from kvoffload.tiers.disk.recovery import Recovered, read_in_chunks, recover
+from kvoffload.tiers.disk.slab import REFUSED, SOUND, UNREADABLE, Slab
 from kvoffload.tiers.disk.slab_directory import SLABS, slabs_in
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
@@ -122,16 +122,10 @@ def _report(path: Path, owner: str | None, files: Files) -> SlabReport:
 
 
 @contextlib.contextmanager
-def opened(
-    path: Path, files: Files | None = None, *, wait_s: float = 0.0
-) -> Iterator[tuple[Slab, Recovered]]:
-    """Open and lock a slab; yields the slab and its recovered journal.
+def opened(path: Path, files: Files | None = None) -> Iterator[tuple[Slab, Recovered]]:
+    """Open and lock a slab, or a directory with one slab; yields the slab and its recovered journal.
 
-    Args:
-        path: a slab, or a directory with one slab.
-        wait_s: longest wait for another owner, in seconds. With 0, fails at once while an engine runs.
-
-    Raises: `ConfigError`, `UnavailableError`.
+    Raises: `ConfigError`; `UnavailableError`, also while an engine has the directory open.
     """
     slabs, log = find_slabs(path), RateLimitedLog("kvoffload.disk")
     if len(slabs) > 1:
@@ -139,13 +133,12 @@ def opened(
     (report,) = inspect(slabs[0], files)
     if report.problem:
         raise ConfigError("path", str(slabs[0]), report.problem)
-    files = files or Files()
     with contextlib.ExitStack() as undo:
-        lock = DirectoryLock(slabs[0].parent, log, wait_s=wait_s, sleep=files.sleep)
+        lock = DirectoryLock(slabs[0].parent, log, wait_s=0.0)
         undo.callback(lock.release)
         try:
             lock.include(slabs[0])
-            slab = Slab.open(slabs[0], files, log)
+            slab = Slab.open(slabs[0], files or Files(), log)
             if isinstance(slab, str):
                 raise ConfigError("path", str(slabs[0]), slab)
             undo.callback(slab.close)
@@ -184,26 +177,13 @@ def verify(
     Args:
         progress: called with the number of checked blocks and the number of all blocks.
     """
-    contents, scratch, layout, step = recovered.contents, Scratch(slab), slab.layout, slab.chunk_blocks
-    slots, problems = contents.slots(), []
-    pool = aligned(step * layout.slot_bytes).reshape(step, -1)[:, : layout.block_bytes]
-    rows = np.arange(step)
-    for start in range(0, len(slots), step):
-        batch = slots[start : start + step]
-        keys = contents.keys(batch)
-        outcomes = slab.read_blocks(
-            keys,
-            batch,
-            contents.generation[batch],
-            contents.checksum[batch],
-            pool,
-            rows[: len(batch)],
-            scratch,
-        )
+    slots, problems, num_read = recovered.contents.slots(), list[Problem](), 0
+    for batch, keys, outcomes, _ in read_in_chunks(slab, recovered.contents, slots):
         for row in np.flatnonzero(outcomes != SOUND).tolist():
             why = "cannot be read" if outcomes[row] in (UNREADABLE, REFUSED) else "has a wrong checksum"
             problems.append(Problem(int(batch[row]), keys[row].hex(), why))
-        progress(start + len(batch), len(slots))
+        num_read += len(batch)
+        progress(num_read, len(slots))
     return problems
 
 

@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from kvoffload.structures.keys import Keys, words_per_key
 from kvoffload.tiers.contract import Checksums
-from kvoffload.tiers.disk.files import PAGE_BYTES
-from kvoffload.tiers.disk.slab import Slab
+from kvoffload.tiers.disk.files import PAGE_BYTES, aligned
+from kvoffload.tiers.disk.slab import Outcomes, Positions, Scratch, Slab
 from kvoffload.tiers.disk.slab_format import (
     CHECKPOINT,
     GROUP_MAGIC,
@@ -36,6 +36,7 @@ from kvoffload.tiers.disk.slab_format import (
 )
 from kvoffload.tiers.disk.slab_layout import GROUP, Layout, entry_dtype
 from kvoffload.tiers.write_budget import HOUR_S
+from kvoffload.transfer import Blocks
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Callback with the number of metadata bytes read so far, and the total number."""
@@ -153,6 +154,22 @@ class Contents:
             records[name] = getattr(self, name)[slots]
         records["key"] = self.words[slots]
         return records
+
+
+def read_in_chunks(
+    slab: Slab, contents: Contents, slots: Positions
+) -> Iterator[tuple[Positions, Keys, Outcomes, Blocks]]:
+    """Read and verify the blocks in `slots`; yields slots, keys, outcomes and bytes, a few blocks at a time.
+
+    The memory of the bytes is reused.
+    """
+    layout, scratch, step = slab.layout, Scratch(slab), slab.chunk_blocks
+    pool = aligned(step * layout.slot_bytes).reshape(step, -1)[:, : layout.block_bytes]
+    for start in range(0, len(slots), step):
+        batch = slots[start : start + step]
+        keys, rows = contents.keys(batch), np.arange(len(batch))
+        expected = contents.generation[batch], contents.checksum[batch]
+        yield batch, keys, slab.read_blocks(keys, batch, *expected, pool, rows, scratch), pool
 
 
 @dataclass

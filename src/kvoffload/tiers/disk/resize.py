@@ -11,9 +11,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvoffload.tiers.disk.files import aligned
 from kvoffload.tiers.disk.journal import Journal, write_checkpoint
-from kvoffload.tiers.disk.recovery import Contents, Recovered, recover
+from kvoffload.tiers.disk.recovery import Contents, Recovered, read_in_chunks, recover
 from kvoffload.tiers.disk.slab import REFUSED, SOUND, Positions, Scratch, Slab
 from kvoffload.tiers.disk.slab_layout import Layout
 
@@ -86,13 +85,10 @@ def _copy(slab: Slab, contents: Contents, slots: Positions, targets: Positions) 
         OSError: the system refused a read. The blocks of this chunk stay in `contents`, because the error
             may be transient.
     """
-    layout, scratch, step = slab.layout, Scratch(slab), slab.chunk_blocks
-    pool = aligned(step * layout.slot_bytes).reshape(step, -1)[:, : layout.block_bytes]
-    for start in range(0, len(slots), step):
-        old, new = slots[start : start + step], targets[start : start + step]
-        keys, generations = contents.keys(old), contents.generation[old]
-        rows = np.arange(len(old))
-        outcomes = slab.read_blocks(keys, old, generations, contents.checksum[old], pool, rows, scratch)
+    scratch, num_read = Scratch(slab), 0
+    for old, keys, outcomes, pool in read_in_chunks(slab, contents, slots):
+        new, generations = targets[num_read : num_read + len(old)], contents.generation[old]
+        num_read += len(old)
         if (outcomes == REFUSED).any():
             raise OSError(errno.EAGAIN, "the system refuses to read some blocks now; try again later")
         sound = np.flatnonzero(outcomes == SOUND)

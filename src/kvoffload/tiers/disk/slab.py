@@ -10,6 +10,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from kvoffload.tiers.disk.slab_format import (
 from kvoffload.tiers.disk.slab_layout import Layout
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from kvoffload.transfer import Blocks
-from kvoffload.transfer.copies import address_of
+from kvoffload.transfer.copies import address_of, coalesce
 
 UNFINISHED = ".new"
 """Suffix of the file name of an incomplete slab."""
@@ -348,8 +349,7 @@ class Slab:
 
     def _in_place(self, pool: Blocks) -> bool:
         """Return True if direct I/O accepts the pool's rows: their addresses and sizes are whole pages."""
-        address: int = pool.__array_interface__["data"][0]
-        return (address | pool.strides[0] | self.layout.block_bytes) % PAGE_BYTES == 0
+        return (address_of(pool) | pool.strides[0] | self.layout.block_bytes) % PAGE_BYTES == 0
 
     def _each_run(
         self, operation: Callable[[int, Buffers, int], int], slots: Positions, memory: Blocks, at: Positions
@@ -516,8 +516,7 @@ def _buffers(memory: Blocks, rows: Positions) -> list[Bytes]:
 
 def _runs(numbers: Positions) -> Iterator[tuple[int, int]]:
     """Return (first index, end index) of each run of consecutive numbers."""
-    breaks = (np.flatnonzero(numbers[1:] != numbers[:-1] + 1) + 1).tolist()
-    return zip([0, *breaks], [*breaks, len(numbers)], strict=True)
+    return pairwise(coalesce(numbers, numbers).tolist())
 
 
 def _no_room() -> OSError:

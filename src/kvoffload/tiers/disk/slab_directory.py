@@ -26,8 +26,9 @@ from kvoffload.tiers.disk.recovery import Contents, Progress, Recovered, recover
 from kvoffload.tiers.disk.resize import rearrange, resize
 from kvoffload.tiers.disk.room import Room
 from kvoffload.tiers.disk.slab import UNFINISHED, Slab
-from kvoffload.tiers.disk.slab_format import FORMAT_VERSION, Identity, fingerprint_of
+from kvoffload.tiers.disk.slab_format import FORMAT_VERSION, Identity
 from kvoffload.tiers.disk.slab_layout import Layout
+from kvoffload.tiers.producer_text import producer_of
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
 SLABS = "kvoffload*.slab"
@@ -178,7 +179,7 @@ class _Opening:
             self._lock.exclude()
             path.unlink()
             return None
-        if slab.identity.fingerprint != fingerprint_of(geometry.fingerprint):
+        if slab.identity.fingerprint != producer_of(geometry.fingerprint):
             slab.close()
             why = f"it holds blocks of another producer ({slab.identity.text}): delete it"
             raise ConfigError("path", str(path), why)
@@ -239,9 +240,7 @@ class _Opening:
 
     def _create(self) -> Slab:
         text, geometry = self._geometry.fingerprint, self._geometry
-        identity = Identity(
-            secrets.randbits(64), fingerprint_of(text), text, max(0, int(self._files.time_s()))
-        )
+        identity = Identity(secrets.randbits(64), producer_of(text), text, max(0, int(self._files.time_s())))
         return Slab.create(
             self._path,
             geometry.layout,

@@ -6,7 +6,6 @@ I/O.
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -63,7 +62,7 @@ class Identity(NamedTuple):
 
     Attributes:
         slab_id: random number that identifies the slab. Every journal group and head contains it.
-        fingerprint: first 16 bytes of SHA-256 of the producer's text. Part of every block's checksum.
+        fingerprint: digest of the producer's text (`producer_of`). Part of every block's checksum.
         text: the producer's text, for reports. The superblock contains a shortened text.
         created_at_s: seconds since 1970.
     """
@@ -72,11 +71,6 @@ class Identity(NamedTuple):
     fingerprint: bytes
     text: str
     created_at_s: int
-
-
-def fingerprint_of(text: str) -> bytes:
-    """Hash a producer's text to 16 bytes."""
-    return hashlib.sha256(text.encode()).digest()[:16]
 
 
 # ---- superblock

@@ -28,7 +28,6 @@ from kvoffload.tiers.shared.identity import (
     SingleEpoch,
     SingleKeyspace,
     epoch_number,
-    producer_of,
 )
 from kvoffload.tiers.shared.remote_errors import FULL, CacheResetError, ProtocolError, ServerError
 from kvoffload.tiers.shared.remote_tier import RemoteTier
@@ -62,8 +61,8 @@ def s3_tier(
             not needed.
         arguments: other arguments of `RemoteTier`.
     """
-    producer = producer_of(options.fingerprint)
-    keyspace = SingleKeyspace(options.namespace, producer, (epoch_name(options.namespace, producer),))
+    epoch_key = epoch_name(options.namespace, options.producer)
+    keyspace = SingleKeyspace(options.namespace, options.producer, (epoch_key,))
     server = Server(place, connect, S3(ledger, group_blocks), keyspace)
     options = replace(options, num_threads=_NUM_THREADS)
     return RemoteTier(name, server, options, groups=BlockGroups(group_blocks), **arguments)

@@ -3,7 +3,8 @@
 - `remote_tier` is the interface for the scheduler.
 - `peer` owns epoch, health and handshakes of a server. `jobs` owns the exchanges in flight and their threads.
 - `presence` caches answers about blocks, and `write_log` lists written blocks. `groups` is for buckets.
-- A `dialect` performs `exchanges` over a connection: `valkey.protocol` for RESP, `s3.protocol` for S3.
+- `server` describes a server. Its dialect performs `exchanges`: `valkey.protocol` for RESP, `s3.protocol`
+  for S3.
 
 docs/formats.md describes the formats, docs/tiers.md the usage.
 """

@@ -86,11 +86,6 @@ class CircuitBreaker:
         self._num_failures = max(self._num_failures, _FAILURES)
         self.next_attempt = self._clock() + self._backoff.next_s()
 
-    def end_pause(self) -> None:
-        """Make an open breaker half open now."""
-        if self.is_open:
-            self.next_attempt = 0.0
-
 
 class Breakers:
     """Circuit breakers of a server: one for the server, and one for each type of operation.
@@ -190,8 +185,3 @@ class Breakers:
         elif not self.is_out and self._out_since is not None:
             self._outage_s += self._clock() - self._out_since
             self._out_since = None
-
-    def end_pauses(self) -> None:
-        """Make every open breaker half open now."""
-        for breaker in (self.server, *self.operations.values()):
-            breaker.end_pause()

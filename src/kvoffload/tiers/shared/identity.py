@@ -5,7 +5,6 @@ Owns the formats of names and headers (docs/formats.md). Does no I/O.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -224,11 +223,6 @@ def about_name(epoch: bytes) -> bytes:
     """Return the name of the producer's text, stored beside the key `epoch` for ``inspect``."""
     prefix, _, tag = epoch.rpartition(b":epoch")
     return prefix + b":about" + tag
-
-
-def producer_of(fingerprint: str) -> bytes:
-    """Return the 16 bytes that identify a producer."""
-    return hashlib.sha256(fingerprint.encode()).digest()[:16]
 
 
 def epoch_number(reply: object) -> int | None:

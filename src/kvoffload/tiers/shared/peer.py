@@ -138,11 +138,6 @@ class Peer:
         if server.may_attempt or (not server.is_open and (self.epoch is None or self.is_partial)):
             self._shake_hands()
 
-    def end_pauses(self) -> None:
-        """Allow handshakes, and attempts of open breakers, now."""
-        self._next_handshake = 0.0
-        self.breakers.end_pauses()
-
     def reset(self) -> None:
         """Forget all blocks: at once in this process, and on all machines once the server confirms."""
         self.history.end(self.keyspace.epoch_keys, time.monotonic())

@@ -22,6 +22,7 @@ from kvoffload.errors import MisuseError, UnavailableError
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.backoff import Backoff
 from kvoffload.tiers.contract import NO_JOB, GroupedTier, JobResult, Mask, SharedTier, TierStats, checked_rows
+from kvoffload.tiers.producer_text import producer_of
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from kvoffload.tiers.shared.connection import CONNECT_S
 from kvoffload.tiers.shared.epochs import EpochHistory
@@ -39,7 +40,6 @@ from kvoffload.tiers.shared.exchanges import (
     Write,
 )
 from kvoffload.tiers.shared.groups import BlockGroups, ReportedPath
-from kvoffload.tiers.shared.identity import producer_of
 from kvoffload.tiers.shared.jobs import Jobs
 from kvoffload.tiers.shared.peer import Peer
 from kvoffload.tiers.shared.presence import PresenceCache
@@ -378,11 +378,13 @@ class RemoteTier(ConnectingTier, GroupedTier):
     # ---- jobs
 
     def _new(self, kind: type[E], keys: Keys, timeout_s: float, **more: Any) -> E:
-        """Create an exchange about blocks, with the number of a new job."""
+        """Create an exchange about blocks, with the number of a new job. The epoch must be known."""
+        epoch = self.peer.epoch
+        assert epoch is not None
         return kind(
             job=self.jobs.next_job(),
             keys=keys,
-            epoch=self.peer.epoch,
+            epoch=epoch,
             block_bytes=self.block_bytes,
             objects=() if self.groups is None else self.groups.parts(keys),
             deadline=time.monotonic() + timeout_s,
@@ -489,11 +491,6 @@ class RemoteTier(ConnectingTier, GroupedTier):
         self._stats.failed += num_lost
         if num_written:
             self._full_backoff.reset()
-
-    def end_pauses(self) -> None:
-        """Allow handshakes, attempts of half-open breakers, and writes now."""
-        self._resume_writes_at = 0.0
-        self.peer.end_pauses()
 
     # ---- groups and admission
 

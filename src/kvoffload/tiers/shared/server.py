@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from kvoffload.tiers.contract import TierStats
+from kvoffload.tiers.producer_text import producer_of
 from kvoffload.tiers.shared.connection import Connect
 from kvoffload.tiers.shared.exchanges import (
     Exchange,
@@ -46,6 +47,11 @@ class RemoteOptions:
     write_timeout_s: float | None = None
     gives_up_at_once: bool = False
     num_threads: int = 1
+
+    @property
+    def producer(self) -> bytes:
+        """Digest of `fingerprint`, part of all names."""
+        return producer_of(self.fingerprint)
 
 
 class Dialect(Protocol[C]):

@@ -23,11 +23,11 @@ from kvoffload.structures.keys import Keys
 from kvoffload.tiers.backoff import Backoff
 from kvoffload.tiers.contract import JobResult, Mask, SharedTier, TierStats
 from kvoffload.tiers.divided import DividedSharedTier, sum_of
+from kvoffload.tiers.producer_text import producer_of
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from kvoffload.tiers.shared.connection import CONNECT_S, ConnectionThread
 from kvoffload.tiers.shared.epochs import EpochHistory
 from kvoffload.tiers.shared.exchanges import Exchange
-from kvoffload.tiers.shared.identity import producer_of
 from kvoffload.tiers.shared.remote_tier import CLOSE_S, ConnectingTier, RemoteTier, unavailable
 from kvoffload.tiers.shared.server import RemoteOptions, Server
 from kvoffload.tiers.valkey.cluster_map import MOST_MASTERS, Address, MapQuestion
@@ -232,12 +232,6 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
             self.nodes[number].peer.is_well for number in self.numbers.values()
         )
 
-    def end_pauses(self) -> None:
-        """End all pauses now: of requests for the map, and of requests to nodes."""
-        self._ask_at = self._maintain_at = 0.0
-        for node in self.nodes.values():
-            node.end_pauses()
-
     def _maintain(self) -> None:
         """Switch to a new map, start and remove nodes, and request the map again after failures.
 
@@ -351,7 +345,7 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
             f"{host}:{port}/{options.namespace}",
             lambda deadline: self._connect(address, deadline),
             self.dialect,
-            DividedKeyspace(options.namespace, producer_of(options.fingerprint), divisions),
+            DividedKeyspace(options.namespace, options.producer, divisions),
         )
         node = RemoteTier(
             self.name, server, options, admission=self._admission, clock=self._clock, history=self._history

@@ -26,7 +26,6 @@ from kvoffload.tiers.shared.identity import (
     epoch_name,
     epoch_number,
     head_bytes,
-    producer_of,
     rest_names,
 )
 from kvoffload.tiers.shared.remote_errors import CacheResetError, ProtocolError, ServerError
@@ -50,8 +49,8 @@ def valkey_tier(
     **arguments: Any,
 ) -> RemoteTier:
     """Return a tier in one server that speaks RESP2; arguments as for `RemoteTier`."""
-    producer = producer_of(options.fingerprint)
-    keyspace = SingleKeyspace(options.namespace, producer, (epoch_name(options.namespace, producer),))
+    epoch_key = epoch_name(options.namespace, options.producer)
+    keyspace = SingleKeyspace(options.namespace, options.producer, (epoch_key,))
     return RemoteTier(name, Server(place, connect, Resp(), keyspace), options, **arguments)
 
 

@@ -101,7 +101,8 @@ class Connection:
         addresses: Addresses | None = None,
         silence_s: float = math.inf,
     ) -> None:
-        self.host, self._answer_bytes_left, self._password = host, 0, login.password
+        self.host, self._password = host, login.password
+        self._answer_bytes_left = self._most_answer_bytes = 0
         self._silence_s = silence_s
         _seconds_left(deadline)
         self._socket: socket.socket = (addresses or Addresses()).connected(host, port, deadline)
@@ -200,29 +201,16 @@ class Connection:
 
     def reply(self, deadline: float) -> Reply:
         """Read a reply of up to 4 KiB. An array raises `ProtocolError`."""
-        line = self._line(deadline)
-        kind, text = line[:1], line[1:]
-        if kind == b"+":
-            return text
-        if kind == b"-":
-            return self.error(line)
-        if kind == b":":
-            return _number(text)
-        if kind == b"$":
-            if (length := _number(text)) == -1:
-                return None
-            if not 0 <= length <= _LINE_BYTES:
-                raise ProtocolError(f"a value of {length} bytes where at most {_LINE_BYTES} are allowed")
-            value = bytearray(length)
-            self._fill(memoryview(value), deadline)
-            self._end_of_value(deadline)
-            return bytes(value)
-        raise ProtocolError(f"a reply that begins with {kind!r}")
+        answer = self.answer(deadline, _LINE_BYTES, most_nested=0)
+        assert not isinstance(answer, list)
+        return answer
 
-    def answer(self, deadline: float) -> Answer:
+    def answer(
+        self, deadline: float, most_bytes: int = _MOST_ANSWER_BYTES, most_nested: int = _MOST_NESTED
+    ) -> Answer:
         """Read a reply of any type, up to 1 MiB. An array becomes a list. Slow; for rare commands."""
-        self._answer_bytes_left = _MOST_ANSWER_BYTES
-        return self._answer(deadline, _MOST_NESTED)
+        self._answer_bytes_left = self._most_answer_bytes = most_bytes
+        return self._answer(deadline, most_nested)
 
     def lines(self, count: int, deadline: float, shortest: int = _SHORTEST_LINE_BYTES) -> list[bytes]:
         """Read `count` replies of one line each; returns unparsed lines: ``:1``, ``-ERR ...``.
@@ -354,7 +342,7 @@ class Connection:
         kind, text = line[:1], line[1:]
         self._answer_bytes_left -= _ELEMENT_BYTES + len(line)
         if self._answer_bytes_left < 0:
-            raise ProtocolError(f"an answer of more than {_MOST_ANSWER_BYTES} bytes")
+            raise ProtocolError(f"an answer of more than {self._most_answer_bytes} bytes")
         if kind in b"+-":
             return text if kind == b"+" else self.error(line)
         if kind not in (b":", b"$", b"*"):
@@ -365,8 +353,10 @@ class Connection:
         if count == -1:
             return None
         self._answer_bytes_left -= max(count, 0)
-        if count < 0 or self._answer_bytes_left < 0 or most_nested == 0:
-            raise ProtocolError(f"an answer of more than {_MOST_ANSWER_BYTES} bytes, or nested too deeply")
+        if count < 0 or self._answer_bytes_left < 0 or (kind == b"*" and most_nested == 0):
+            raise ProtocolError(
+                f"an answer of more than {self._most_answer_bytes} bytes, or nested too deeply"
+            )
         if kind == b"*":
             return [self._answer(deadline, most_nested - 1) for _ in range(count)]
         value = bytearray(count)
