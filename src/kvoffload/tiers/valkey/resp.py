@@ -201,16 +201,15 @@ class Connection:
 
     def reply(self, deadline: float) -> Reply:
         """Read a reply of up to 4 KiB. An array raises `ProtocolError`."""
-        answer = self.answer(deadline, _LINE_BYTES, most_nested=0)
+        self._answer_bytes_left = self._most_answer_bytes = _LINE_BYTES
+        answer = self._answer(deadline, 0)
         assert not isinstance(answer, list)
         return answer
 
-    def answer(
-        self, deadline: float, most_bytes: int = _MOST_ANSWER_BYTES, most_nested: int = _MOST_NESTED
-    ) -> Answer:
+    def answer(self, deadline: float) -> Answer:
         """Read a reply of any type, up to 1 MiB. An array becomes a list. Slow; for rare commands."""
-        self._answer_bytes_left = self._most_answer_bytes = most_bytes
-        return self._answer(deadline, most_nested)
+        self._answer_bytes_left = self._most_answer_bytes = _MOST_ANSWER_BYTES
+        return self._answer(deadline, _MOST_NESTED)
 
     def lines(self, count: int, deadline: float, shortest: int = _SHORTEST_LINE_BYTES) -> list[bytes]:
         """Read `count` replies of one line each; returns unparsed lines: ``:1``, ``-ERR ...``.
