@@ -219,8 +219,12 @@ def parse_tier(field: str, value: object) -> TierOptions:
 
 
 def redacted(value: object) -> object:
-    """Replace user name and password in a URL by ``***``."""
-    return re.sub(r"://.*@", f"://{_HIDDEN}@", value) if isinstance(value, str) else value
+    """Replace user name and password in a URL, and secret options, by ``***``."""
+    if isinstance(value, str):
+        return re.sub(r"://.*@", f"://{_HIDDEN}@", value)
+    if isinstance(value, Mapping):
+        return {name: redacted(_shown(str(name), inner)) for name, inner in value.items()}
+    return [redacted(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 def parse_tiers(field: str, value: object) -> tuple[TierOptions, ...]:
@@ -232,7 +236,7 @@ def parse_tiers(field: str, value: object) -> tuple[TierOptions, ...]:
         separator = rf"\+(?=(?:{'|'.join(TIERS.names())})[a-z+]*:|\d[\d.]*[%\w]*(?:[,+]|$))"
         return _distinct(field, [parse_tier(field, text) for text in re.split(separator, value)])
     if not isinstance(value, Iterable) or isinstance(value, Mapping):
-        raise ConfigError(field, value, "allowed: a list of tiers, from the fastest to the slowest")
+        raise ConfigError(field, redacted(value), "allowed: a list of tiers, from the fastest to the slowest")
     parsed, problems = list[TierOptions](), list[ConfigError]()
     for number, tier in enumerate(value):
         try:

@@ -90,3 +90,19 @@ def test_invalid_text_is_refused_without_secrets(text: str, message: str) -> Non
         parse_tier("tier", text)
     assert message in str(refused.value)
     assert "hunter2" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "tiers",
+    [
+        {"url": "valkey://me:hunter2@host/ns"},
+        {"type": "valkey", "password": "hunter2"},
+        [["valkey://me:hunter2@host/ns"]],
+        [{"type": "disk", "path": ["valkey://me:hunter2@host/ns", ""], "capacity": "1GiB"}],
+    ],
+)
+def test_invalid_mappings_and_lists_are_refused_without_secrets(tiers: object) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_tiers("tiers", tiers)
+    assert "***" in str(refused.value)
+    assert "hunter2" not in str(refused.value)
