@@ -219,9 +219,9 @@ def parse_tier(field: str, value: object) -> TierOptions:
 
 
 def redacted(value: object) -> object:
-    """Replace user name and password in a URL, and secret options, by ``***``."""
+    """Replace user name and password in a URL, even without its ``//``, and secret options by ``***``."""
     if isinstance(value, str):
-        return re.sub(r"://.*@", f"://{_HIDDEN}@", value)
+        return re.sub(r"(?<=://).*@|[^/\s]*@", f"{_HIDDEN}@", value)
     if isinstance(value, Mapping):
         return {name: redacted(_shown(str(name), inner)) for name, inner in value.items()}
     return [redacted(inner) for inner in value] if isinstance(value, (list, tuple)) else value
@@ -357,14 +357,20 @@ def _fields_of_text(field: str, text: str) -> dict[str, Any]:
         return {"type": _kind_of_scheme(field, match[1], text), "url": text}
     place, *settings = text.split(",")
     kind, colon, location = place.partition(":")
+    if colon and any(kind.startswith(name) and kind in TIERS.find(name).schemes for name in TIERS.names()):
+        raise ConfigError(field, f"{kind}:{_HIDDEN}", f"a tier on a network is a URL; allowed: {kind}://...")
     if not colon and kind[:1].isdigit():
         # The kind of a simulated tier may be omitted.
         kind, location = "simulated", kind
     path, _, capacity = location.rpartition(":")
     if not kind or not capacity:
-        raise ConfigError(field, text, f"allowed: {_EXAMPLE}, or simulated:CAPACITY in a replay without data")
+        raise ConfigError(
+            field, redacted(text), f"allowed: {_EXAMPLE}, or simulated:CAPACITY in a replay without data"
+        )
     if kind == "disk" and not path and "/" in capacity:
-        raise ConfigError(field, text, f"its capacity is missing; allowed: {_EXAMPLE}, such as {text}:1TiB")
+        raise ConfigError(
+            field, redacted(text), f"its capacity is missing; allowed: {_EXAMPLE}, such as {text}:1TiB"
+        )
     given: dict[str, Any] = {"type": kind, "capacity": capacity}
     if path:
         given["path"] = path.split("|")
@@ -374,12 +380,12 @@ def _fields_of_text(field: str, text: str) -> dict[str, Any]:
         name, equals, value = setting.partition("=")
         if not equals or not value:
             raise ConfigError(
-                field, text, f"{setting!r} is no option; allowed: {', '.join(known)}, as name=value"
+                field, redacted(text), f"{setting!r} is no option; allowed: {', '.join(known)}, as name=value"
             )
         if name not in known and last in ("policy", "admission"):
             given[last] += f",{setting}"
         elif name in given:
-            raise ConfigError(field, text, f"{name} is given twice")
+            raise ConfigError(field, redacted(text), f"{name} is given twice")
         else:
             given[name], last = value, name
     return given

@@ -63,7 +63,7 @@ def test_addresses_of_a_cluster_behind_a_disk() -> None:
         ("s3://bucket/..", "tier.url: "),
         ("s3://bucket/a/./b", "tier.url: "),
         ("valkey:///ns", "tier.url: "),
-        ("valkey:host:6379", "tier.url: missing; give"),
+        ("valkey:host:6379", "a tier on a network is a URL; allowed: valkey://"),
         ("valkey://host/ns?ttl=soon", "tier.ttl: 'soon' is invalid; allowed: seconds"),
         ("valkey://host/ns?timeout=0", "tier.timeout: '0' is invalid"),
         ("valkey://host/ns?admission=some", "tier.admission: 'some' is invalid"),
@@ -83,6 +83,13 @@ def test_addresses_of_a_cluster_behind_a_disk() -> None:
         ("s3://bucket/ns?price_per_1000_puts=-1", "tier.price_per_1000_puts: '-1' is invalid"),
         ("s3://bucket/ns?timeout=0", "tier.timeout: '0' is invalid"),
         ("s3://bucket/ns?capacity=5GiB", "there is no such option"),
+        (
+            "valkey:/me:hunter2@host/ns",
+            "'valkey:***' is invalid; a tier on a network is a URL; allowed: valkey://",
+        ),
+        ("valkeys:me:hunter2@host/ns", "allowed: valkeys://"),
+        ("disk:/a:1GiB+valkey:/me:hunter2@host/ns", "tier.capacity: '***@host/ns' is invalid"),
+        ("me:hunter2@host/ns:", "allowed: disk:PATH:CAPACITY"),
     ],
 )
 def test_invalid_text_is_refused_without_secrets(text: str, message: str) -> None:
