@@ -407,6 +407,16 @@ def test_a_bad_row_is_named_or_skipped(tmp_path: Path, row: str, reason: str) ->
     assert (done.requests, done.skipped_lines) == (6, 1)
 
 
+def test_a_skipped_row_continues_no_context(tmp_path: Path) -> None:
+    rows = "timestamp,prompt_tokens,completion_tokens,session_id\n0,32,16,a\n1,48,16\n2,48,16,a\n"
+    (tmp_path / "in.csv").write_text(rows)
+    trace, done = converted(
+        tmp_path / "in.csv", "b.jsonl", source="lengths:continued", block_tokens=16, skip_bad_lines=True
+    )
+    assert done.skipped_lines == 1
+    assert chains(trace) == [[0, 1], [0, 1, 2]]
+
+
 def test_a_table_without_a_required_column_is_refused(tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_text("ContextTokens,GeneratedTokens\n1,2\n")
     with pytest.raises(TraceError, match=r":1: column time: missing; allowed: timestamp, "):

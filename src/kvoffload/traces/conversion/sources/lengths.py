@@ -88,10 +88,10 @@ class Lengths(Source):
             return []
         time_s = seconds_of("timestamp", self._text(row, "time"))
         input_tokens, output_tokens = self._count(row, "input"), self._count(row, "output")
-        context = self._context(time_s, input_tokens, row)
-        ids = self._blocks(context, input_tokens)
-        self._keep(context, time_s, input_tokens + output_tokens, row)
         session = self._text(row, "session") if "session" in self._columns else ""
+        context = self._context(time_s, input_tokens, session)
+        ids = self._blocks(context, input_tokens)
+        self._keep(context, time_s, input_tokens + output_tokens, session)
         return [Request(time_s, input_tokens, output_tokens, ids, session=self.given.keys.name(session))]
 
     def _begin(self, head: list[str]) -> None:
@@ -122,12 +122,12 @@ class Lengths(Source):
             raise BadLineError(f"column {column}: {text!r} is not a number of tokens")
         return count
 
-    def _context(self, time_s: float, input_tokens: int, row: list[str]) -> int:
+    def _context(self, time_s: float, input_tokens: int, session: str) -> int:
         """Return the number of the context that this request continues, or of a new context."""
         self._close_before(time_s - self.within_s)
         name: object = None
         if self.reuse == "sessions":
-            name = self._text(row, "session") or None  # A request without an id is no turn of a session.
+            name = session or None  # A request without an id is no turn of a session.
         elif self.reuse == "continued":
             place = bisect_right(self._by_tokens, (input_tokens, 2**62))
             name = self._by_tokens[place - 1][1] if place else None
@@ -140,8 +140,8 @@ class Lengths(Source):
         self._num_contexts += 1
         return self._num_contexts
 
-    def _keep(self, context: int, time_s: float, tokens: int, row: list[str]) -> None:
-        name: object = self._text(row, "session") if self.reuse == "sessions" else context
+    def _keep(self, context: int, time_s: float, tokens: int, session: str) -> None:
+        name: object = session if self.reuse == "sessions" else context
         if self.reuse == "none" or name == "":
             self._ids.pop(context, None)
             return
