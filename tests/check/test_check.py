@@ -75,6 +75,10 @@ def test_a_scrape_has_all_totals() -> None:
     assert served.policies == ("arc",)
 
 
+def test_a_size_in_odd_digits_is_unknown() -> None:
+    assert scraped(SCRAPE.replace('block_size="32"', 'block_size="\u00b2"')).device_block_tokens == 0
+
+
 def test_engines_add_up_and_older_vllms_have_two_places() -> None:
     second = SCRAPE.replace('engine="0"', 'engine="1"')
     both = scraped(SCRAPE + second)

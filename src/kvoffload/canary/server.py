@@ -154,8 +154,8 @@ class Server:
             if sample.name == "vllm:cache_config_info":
                 labels = sample.labels
                 block, blocks = labels.get("block_size", ""), labels.get("num_gpu_blocks", "")
-                if block.isdigit():
-                    return int(block), int(block) * int(blocks) if blocks.isdigit() else None
+                if block.isdecimal():
+                    return int(block), int(block) * int(blocks) if blocks.isdecimal() else None
         return None, None
 
     def reset_device_cache(self) -> bool:

@@ -140,7 +140,7 @@ def served(option: str, source: str, read: Sequence[Sample]) -> Served:
 
 def _whole(sample: Sample, label: str) -> int:
     text = sample.labels.get(label, "")
-    return int(text) if text.isdigit() else 0
+    return int(text) if text.isdecimal() else 0
 
 
 def _text(option: str, source: str) -> str:

@@ -73,6 +73,6 @@ def _read(response: Any, until: float) -> bytes:
         if time.monotonic() > until:
             raise TimeoutError
     expected = response.headers.get("Content-Length", "")
-    if expected.isdigit() and num_bytes < int(expected):
+    if expected.isdecimal() and num_bytes < int(expected):
         raise IncompleteRead(b"".join(parts), int(expected) - num_bytes)
     return b"".join(parts)
