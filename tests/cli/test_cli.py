@@ -18,6 +18,7 @@ from kvoffload.cli.main import main
 from kvoffload.cli.output import plain_text, terminal_table
 from kvoffload.core.policy import POLICIES
 from kvoffload.pages.page import Table
+from kvoffload.tiering.tiered_manager import TieredManager
 from support.run_cli import Done, kvoffload
 
 SMALL = ("--capacity", "200", "--block-bytes", "4KiB", "--quiet")
@@ -37,6 +38,13 @@ def test_replay_prints_a_table(trace_file: Path) -> None:
     for words in ("offload tier", "computed", "stored", "evicted", "refused",
                   "loaded and verified", "mismatches served", "of the prefill work is saved"):  # fmt: skip
         assert words in done.stdout, words
+
+
+def test_a_tier_that_never_answers_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TieredManager, "settle", lambda manager, timeout_s: False)
+    done = kvoffload("replay", "rag", "--no-data", "--tier", "simulated:20%", "--quiet")
+    assert done.returncode == 2
+    assert done.stderr == "kvoffload: a tier has not answered for 600 s; is it overloaded or unreachable?\n"
 
 
 class _Closed(io.StringIO):

@@ -10,7 +10,7 @@ import sys
 import click
 
 from kvoffload._version import __version__
-from kvoffload.errors import CanaryError, ConfigError, PolicyError, TraceError
+from kvoffload.errors import KVOffloadError, MisuseError
 
 _NO_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _COMMANDS = {
@@ -71,7 +71,9 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except (CanaryError, ConfigError, PolicyError, TraceError) as error:
+    except MisuseError:
+        raise  # a bug of kvoffload: the traceback shows its place
+    except KVOffloadError as error:
         click.echo(f"kvoffload: {error}", err=True)
         sys.exit(2)
     except (click.Abort, KeyboardInterrupt):
