@@ -10,7 +10,6 @@ from contextlib import suppress
 from math import isfinite, nan
 from numbers import Real
 from operator import index
-from pathlib import Path
 from typing import SupportsIndex, cast
 
 
@@ -46,17 +45,6 @@ def check_integer(field: str, value: object, largest: int, smallest: int = 1, me
             if smallest <= (number := index(cast(SupportsIndex, value))) <= largest:
                 return number
     raise ConfigError(field, value, f"allowed: {smallest} to {largest}{meaning and f', {meaning}'}")
-
-
-def check_new(field: str, path: Path, *, force: bool) -> None:
-    """Raise `ConfigError` if an output file has content, unless `force` is set. Call it before the work.
-
-    Devices and pipes are accepted, and empty files, which an aborted command leaves.
-    """
-    if path.is_dir():
-        raise ConfigError(field, str(path), "allowed: a regular file, or a new one")
-    if not force and path.is_file() and path.stat().st_size > 0:
-        raise ConfigError(field, str(path), "the file exists; --force replaces it")
 
 
 def finite(value: object) -> float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +137,10 @@ def test_a_wrong_file_of_prompts_is_refused(line: str, message: str, tmp_path: P
         ({"has_metrics": False}, (), "give --device-tokens, or --may-reset"),
         ({}, ("--answer-tokens", "600"), "answer-tokens: 600 is invalid; allowed: below 512"),
         ({}, ("--token-ids", "5:6"), "token-ids: '5:6' is invalid"),
+        ({}, ("--token-ids", "\u00b2:99"), "token-ids: '\u00b2:99' is invalid"),
         ({}, ("--chunk-tokens", "x"), "chunk-tokens: 'x' is invalid"),
+        ({}, ("--chunk-tokens", "256,\u00b2"), "chunk-tokens: '\u00b2' is invalid"),
+        ({}, ("--chunk-tokens", "256,0"), "chunk-tokens: '0' is invalid"),
         ({}, ("--token-ids", "5:99", "--prompts", "x"), "--prompts or --token-ids, not both"),
         ({}, ("--prometheus", "/"), "prometheus: '/' is invalid; allowed: a regular file, or a new one"),
     ],
@@ -206,3 +211,16 @@ def test_watching_writes_metrics_and_outlives_a_failure(
     assert 'kvoffload_canary_runs_total{result="equal"} 2' in text
     assert 'kvoffload_canary_runs_total{result="failed"} 1' in text
     assert [path.name for path in tmp_path.iterdir()] == ["canary.prom"]
+
+
+def test_a_full_disk_leaves_no_incomplete_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(source: object, target: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", full)
+    with fake_server() as fake:
+        done = kvoffload("canary", fake.url, *SMALL, "--prometheus", str(tmp_path / "canary.prom"))
+    assert done.returncode == 2
+    assert "prometheus: " in done.stderr
+    assert "the file cannot be written (No space left on device)" in done.stderr
+    assert not [*tmp_path.iterdir()]

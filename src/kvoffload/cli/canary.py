@@ -21,10 +21,11 @@ from kvoffload.canary.server import Pace, Server
 from kvoffload.canary.text_metrics import FAILED, text_metrics
 from kvoffload.canary.verdict import Verdict
 from kvoffload.cli.options import FormatOptions, QuietOptions, argument, option, options_of
-from kvoffload.cli.output import Terminal, terminal_table, write_output
+from kvoffload.cli.output import Terminal, terminal_table
 from kvoffload.errors import CanaryError, ConfigError
 from kvoffload.pages.page import Table
-from kvoffload.settings.read import Count, Duration, Positive
+from kvoffload.settings.output_files import check_regular, replaced
+from kvoffload.settings.read import Count, Duration, Positive, convert
 from kvoffload.text import duration
 
 _EXIT_CODES = {Verdict.EQUAL: 0, Verdict.WITHIN_NOISE: 0, Verdict.DIFFERENT: 1, Verdict.NOT_SHOWN: 3}
@@ -36,7 +37,7 @@ class _TokenRange:
 
     def parse(self, field: str, value: object) -> range:
         low, _, high = str(value).partition(":")
-        if low.isdigit() and high.isdigit() and int(low) + 15 <= int(high):
+        if low.isdecimal() and high.isdecimal() and int(low) + 15 <= int(high):
             return range(int(low), int(high) + 1)
         raise ConfigError(field, value, f"allowed: {self.allowed}, at least 16 apart")
 
@@ -45,10 +46,7 @@ class _Numbers:
     allowed = "whole numbers, such as 256,2048"
 
     def parse(self, field: str, value: object) -> tuple[int, ...]:
-        words = str(value).split(",")
-        if not all(word.strip().isdigit() and int(word) > 0 for word in words):
-            raise ConfigError(field, value, f"allowed: {self.allowed}")
-        return tuple(int(word) for word in words)
+        return tuple(convert(field, word.strip(), Count) for word in str(value).split(","))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +87,8 @@ class Options(FormatOptions, QuietOptions):
         """Check options that exclude each other. Raises `ConfigError`."""
         if self.prompts is not None and self.token_ids is not None:
             raise ConfigError("token-ids", str(self.token_ids), "allowed: --prompts or --token-ids, not both")
-        if self.prometheus is not None and self.prometheus.exists() and not self.prometheus.is_file():
-            # Refused, because a rename to this path would replace a device such as /dev/stdout.
-            raise ConfigError("prometheus", str(self.prometheus), "allowed: a regular file, or a new one")
+        if self.prometheus is not None:
+            check_regular("prometheus", self.prometheus)
 
 
 @click.command()
@@ -170,10 +167,9 @@ def _prompts(server: Server, options: Options, seed: int, longest: int) -> list[
 
 def _write_metrics(options: Options, report: CanaryReport | None, counts: Counter[str]) -> None:
     if options.prometheus is not None:
-        # Written to another file and renamed, because a collector must not read an incomplete file.
-        unfinished = options.prometheus.with_name(f".{options.prometheus.name}.{os.getpid()}")
-        write_output("prometheus", unfinished, text_metrics(report, counts, time.time()).encode())
-        os.replace(unfinished, options.prometheus)
+        # Replaced atomically, because a collector must not read an incomplete file.
+        with replaced("prometheus", options.prometheus) as path:
+            path.write_text(text_metrics(report, counts, time.time()))
 
 
 def _show(report: CanaryReport, options: Options) -> None:

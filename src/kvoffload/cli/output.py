@@ -17,8 +17,8 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeR
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from kvoffload.errors import ConfigError, check_new
 from kvoffload.pages.page import Table
+from kvoffload.settings.output_files import check_new, written
 from kvoffload.text import NO_BREAK, unbroken
 
 _WIDTH = 100
@@ -72,11 +72,8 @@ def check_output(field: str, path: Path, *, force: bool) -> None:
 @contextlib.contextmanager
 def writable(field: str, path: Path, mode: Literal["wb", "ab"] = "wb") -> Iterator[BinaryIO]:
     """Open the output file of option `field`. Raises `ConfigError` on any failure, also on a full disk."""
-    try:
-        with path.open(mode) as file:
-            yield file
-    except OSError as error:
-        raise ConfigError(field, str(path), f"the file cannot be written ({error.strerror})") from None
+    with written(field, path), path.open(mode) as file:
+        yield file
 
 
 def write_output(field: str, path: Path, content: bytes) -> None:

@@ -6,11 +6,10 @@ Does not know plans or sweeps. plotly.js comes from the package plotly (`pip ins
 from __future__ import annotations
 
 import base64
-import contextlib
 import gzip
 import html
-import os
-from collections.abc import Iterable, Iterator, Sequence
+import tempfile
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -19,7 +18,8 @@ from typing import Any
 import msgspec
 
 from kvoffload._version import __version__
-from kvoffload.errors import ConfigError, check_new
+from kvoffload.errors import ConfigError
+from kvoffload.settings.output_files import check_new, replaced, written
 from kvoffload.text import unbroken
 
 Data = list[dict[str, Any]]
@@ -82,31 +82,14 @@ def check_report(path: Path, *, force: bool) -> None:
         raise ConfigError("report", str(path), "allowed: a file that ends in .html")
     check_new("report", path, force=force)
     _plotly_js(path)
-    with _unfinished(path) as unfinished:
-        unfinished.touch()
-        unfinished.unlink()
+    with written("report", path), tempfile.TemporaryFile(dir=path.parent):
+        pass
 
 
 def write_report(path: Path, content: str) -> None:
     """Write a page atomically. Call it after the answer is printed. Raises `ConfigError`."""
-    with _unfinished(path) as unfinished:
-        unfinished.write_text(content, "utf-8")
-        os.replace(unfinished, path)
-
-
-@contextlib.contextmanager
-def _unfinished(path: Path) -> Iterator[Path]:
-    """Yield the path to which the page is written before it is renamed. It is in the same directory.
-
-    Raises: `ConfigError` instead of `OSError`.
-    """
-    unfinished = path.with_name(path.name + ".part")
-    try:
-        yield unfinished
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            unfinished.unlink(missing_ok=True)
-        raise ConfigError("report", str(path), f"the file cannot be written ({error.strerror})") from None
+    with replaced("report", path) as incomplete:
+        incomplete.write_text(content, "utf-8")
 
 
 def page(title: str, answer: Sequence[Text], parts: Iterable[Part], result: bytes, command: str) -> str:

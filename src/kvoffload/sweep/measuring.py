@@ -16,7 +16,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from kvoffload.errors import ConfigError, SweepError, check_new
+from kvoffload.errors import ConfigError, SweepError
+from kvoffload.settings.output_files import check_new
 from kvoffload.sweep.bootstrap import RESAMPLES, WINDOWS, Resamples, window_sums
 from kvoffload.sweep.grid import Point
 from kvoffload.sweep.journal import SweepJournal, journal_path

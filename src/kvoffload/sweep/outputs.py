@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import msgspec
 
 from kvoffload.errors import ConfigError
+from kvoffload.settings.output_files import check_regular, replaced
 from kvoffload.settings.read import without_none
 
 
@@ -28,8 +28,7 @@ class RowsFile:
         writers = {".csv": _csv, ".json": as_json, ".parquet": _parquet}
         if path.suffix not in writers:
             raise ConfigError("output", str(path), f"allowed: a file that ends in {', '.join(writers)}")
-        if path.exists() and not path.is_file():
-            raise ConfigError("output", str(path), "allowed: a regular file, or a new one")
+        check_regular("output", path)
         if path.suffix == ".parquet":
             try:
                 import pyarrow  # noqa: F401
@@ -42,16 +41,8 @@ class RowsFile:
     def write(self, rows: Sequence[msgspec.Struct]) -> None:
         """Replace the file atomically by these rows, all of one class. Raises `ConfigError`."""
         content = self._encode(rows)
-        # The suffix marks an incomplete file.
-        unfinished = self.path.with_name(self.path.name + ".part")
-        try:
-            unfinished.write_bytes(content)
-            os.replace(unfinished, self.path)
-        except OSError as error:
-            unfinished.unlink(missing_ok=True)
-            raise ConfigError(
-                "output", str(self.path), f"the file cannot be written ({error.strerror})"
-            ) from None
+        with replaced("output", self.path) as incomplete:
+            incomplete.write_bytes(content)
 
 
 def flat(row: msgspec.Struct) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from kvoffload.errors import CombinedConfigError, ConfigError, TraceError
+from kvoffload.settings.output_files import check_regular, replaced
 from kvoffload.traces.block_size import DEFAULT_BLOCK_TOKENS, BlockSize, Header, header_in, stated_header
 from kvoffload.traces.compressed import STDIN, compressing, decompressing, is_stream
 from kvoffload.traces.conversion.block_ids import KeptKeys, Keys
@@ -98,9 +99,8 @@ def convert(
         TraceError: the recording is unusable.
     """
     path = Path(place)
-    if out is not None and out.exists() and not out.is_file():
-        # Refused, because the rename to `out` would replace a device such as /dev/null.
-        raise ConfigError("out", str(out), "allowed: a regular file, or a new one")
+    if out is not None:
+        check_regular("out", out)
     if is_address(place):
         kind = SOURCES.find(source or "kv_events")
     elif path != STDIN and not path.exists():
@@ -184,16 +184,8 @@ class _Requests:
 
 
 def _write(requests: _Requests, source: Source, out: Path, block_tokens: int) -> Converted:
-    partial = out.with_name(out.name + ".part")
-    try:
+    with replaced("out", out) as partial:
         counts = _write_lines(requests, source, out, partial, block_tokens)
-        os.replace(partial, out)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise ConfigError("out", str(out), f"the file cannot be written ({error.strerror})") from None
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
     return Converted(
         source.name, source.assumed, block_tokens, *counts, requests.skipped_lines, tuple(source.remarks())
     )
