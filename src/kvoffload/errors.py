@@ -93,6 +93,10 @@ class Problems:
             self.found.append(error)
         return isinstance(error, ConfigError)
 
+    def add(self, field: str, value: object, allowed: str) -> None:
+        """Collect a `ConfigError` with these arguments."""
+        self.found.append(ConfigError(field, value, allowed))
+
     def check(self) -> None:
         """Raise the collected `ConfigError`, or a `CombinedConfigError` if there are several."""
         if self.found:

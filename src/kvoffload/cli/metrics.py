@@ -11,7 +11,7 @@ import click
 
 from kvoffload.cli.options import FormatOptions, OutputOptions, option, options_of
 from kvoffload.cli.output import show, terminal_table, write_output
-from kvoffload.errors import ConfigError, Problems
+from kvoffload.errors import Problems
 from kvoffload.metrics.alarms import rule_file
 from kvoffload.metrics.families import FAMILIES, LIBRARY_PREFIX, VLLM_PREFIX, Family
 from kvoffload.pages.page import Table
@@ -33,12 +33,10 @@ class MetricsOptions(FormatOptions, OutputOptions):
     def check(self) -> None:
         """Check options that exclude each other, and the output file. Raises `ConfigError`."""
         problems = Problems("metrics")
-        with problems:
-            if self.dashboard and self.rules:
-                raise ConfigError("rules", "--dashboard --rules", "allowed: one of them")
-        with problems:
-            if self.rules and self.is_json:
-                raise ConfigError("format", "json", "the rules are YAML; allowed: --rules without --format")
+        if self.dashboard and self.rules:
+            problems.add("rules", "--dashboard --rules", "allowed: one of them")
+        if self.rules and self.is_json:
+            problems.add("format", "json", "the rules are YAML; allowed: --rules without --format")
         self.check_outputs(problems)
         problems.check()
 

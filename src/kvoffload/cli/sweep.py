@@ -68,12 +68,11 @@ class SweepOptions(
         """Check everything before a trace is read. Raises `ConfigError`, all problems at once."""
         problems = Problems("sweep")
         for trace in dict.fromkeys(self.traces):
-            with problems:
-                if self.traces.count(trace) > 1:
-                    raise ConfigError("traces", trace, "it is given twice")
-                if is_stream(Path(trace)):
-                    why = "allowed: files and names, because each process of a sweep reads its trace"
-                    raise ConfigError("traces", trace, why)
+            if self.traces.count(trace) > 1:
+                problems.add("traces", trace, "it is given twice")
+            elif is_stream(Path(trace)):
+                why = "allowed: files and names, because each process of a sweep reads its trace"
+                problems.add("traces", trace, why)
         problems.check()
         with problems:
             if self.report is not None:

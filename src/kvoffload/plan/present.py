@@ -146,20 +146,15 @@ def present_of(server: Served, fleet: Fleet, setups: Setups, block_tokens: int) 
     ram = server.capacity_blocks // engines
     policy = store = admission = ssd_policy = ssd_admission = ""
     for option, value in (("load", fleet.load), ("scale", fleet.scale)):
-        with problems:
-            if value != 1:
-                raise ConfigError(option, value, "with --check allowed: 1, the requests of the recording")
-    with problems:
-        if fleet.shared_ram:
-            raise ConfigError("shared-ram", True, "not with --check: metrics do not show a shared pool")
-    with problems:
-        if not ram:
-            raise ConfigError("check", "the server", "it does not report the size of its RAM")
-        if engines != fleet.replicas:
-            why = (
-                f"the metrics are of {engines}; allowed: {engines}, or a file with all metrics of all engines"
-            )
-            raise ConfigError("replicas", fleet.replicas, why)
+        if value != 1:
+            problems.add(option, value, "with --check allowed: 1, the requests of the recording")
+    if fleet.shared_ram:
+        problems.add("shared-ram", True, "not with --check: metrics do not show a shared pool")
+    if not ram:
+        problems.add("check", "the server", "it does not report the size of its RAM")
+    elif engines != fleet.replicas:
+        why = f"the metrics are of {engines}; allowed: {engines}, or a file with all metrics of all engines"
+        problems.add("replicas", fleet.replicas, why)
     with problems:
         device = _device_blocks(server, fleet, block_tokens)
     with problems:
@@ -170,10 +165,9 @@ def present_of(server: Served, fleet: Fleet, setups: Setups, block_tokens: int) 
         admission = _only("admissions", setups.admissions)
     ssd = sum(server.tier_blocks.values()) // engines
     if server.tier_blocks:
-        with problems:
-            if len(server.tier_blocks) > 1 or not ssd:
-                why = "a plan has at most one tier behind RAM, with a known capacity"
-                raise ConfigError("tiers of the server", ", ".join(server.tier_blocks), why)
+        if len(server.tier_blocks) > 1 or not ssd:
+            why = "a plan has at most one tier behind RAM, with a known capacity"
+            problems.add("tiers of the server", ", ".join(server.tier_blocks), why)
         with problems:
             ssd_policy = _only("ssd-policies", setups.ssd_policies)
         with problems:

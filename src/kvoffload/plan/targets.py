@@ -46,13 +46,11 @@ class Target:
         for field, value, most in (("budget", self.budget, math.inf), ("target-saved", self.saved, 1.0),
                                    ("target-of-ceiling", self.of_ceiling, 1.0),
                                    ("target-gpu-hours", self.gpu_hours_a_day, math.inf)):  # fmt: skip
-            with problems:
-                if value is not None and not (0 <= value <= most and value < math.inf):
-                    allowed = "0 to 1: a share" if most == 1 else "a number, 0 or more"
-                    raise ConfigError(field, value, f"allowed: {allowed}")
-        with problems:
-            if self.ttft_p90_s is not None and not 0 < self.ttft_p90_s < math.inf:
-                raise ConfigError("target-ttft-p90", self.ttft_p90_s, "allowed: seconds, more than 0")
+            if value is not None and not (0 <= value <= most and value < math.inf):
+                allowed = "0 to 1: a share" if most == 1 else "a number, 0 or more"
+                problems.add(field, value, f"allowed: {allowed}")
+        if self.ttft_p90_s is not None and not 0 < self.ttft_p90_s < math.inf:
+            problems.add("target-ttft-p90", self.ttft_p90_s, "allowed: seconds, more than 0")
         problems.check()
         given = {"target-saved": self.saved, "target-of-ceiling": self.of_ceiling,
                  "target-gpu-hours": self.gpu_hours_a_day, "target-ttft-p90": self.ttft_p90_s}  # fmt: skip

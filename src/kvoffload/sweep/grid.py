@@ -94,9 +94,8 @@ class Grid:
             if not getattr(self, axis):
                 raise ConfigError(axis, "", "allowed: one value or more")
         problems = Problems("sweep")
-        with problems:
-            if True in self.shared_ram and self.common.instances == 1:
-                raise ConfigError("shared-ram", True, NEEDS_INSTANCES)
+        if True in self.shared_ram and self.common.instances == 1:
+            problems.add("shared-ram", True, NEEDS_INSTANCES)
         for policy in self.policies:
             with problems:
                 policy_class(policy)
@@ -104,9 +103,8 @@ class Grid:
             with problems:
                 create_admission(admission, KEY_BYTES, 1)
         for store in self.stores:
-            with problems:
-                if store not in STORES:
-                    raise ConfigError("stores", store, f"allowed: {', '.join(STORES)}")
+            if store not in STORES:
+                problems.add("stores", store, f"allowed: {', '.join(STORES)}")
         # Sizes are parsed here for errors only; a trace is needed to convert them to blocks.
         with problems:
             self._sizes(ANY_TRACE)
