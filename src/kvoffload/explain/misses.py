@@ -119,7 +119,6 @@ def _joined(
     trace: Trace, histories: list[tuple[History, npt.NDArray[np.int64]]], compared: Beginnings
 ) -> Misses:
     """Merge the histories of several managers, and classify first uses."""
-    lengths = np.diff(trace.offsets)
     hits = np.zeros(trace.requests, np.int32)
     reasons, was_in_tier = np.zeros((2, trace.block_refs), np.int8)
     caused_by, stored_at = np.full((2, trace.block_refs), NO_REQUEST, np.int32)
@@ -127,19 +126,16 @@ def _joined(
     for name, number in NUMBER_OF.items():
         renumbered[number] = NUMBERS.get(name, 0)
     for history, requests in histories:
-        ends = np.cumsum(lengths[requests])
-        begins = np.repeat(trace.offsets[:-1][requests] - (ends - lengths[requests]), lengths[requests])
-        at = begins + np.arange(len(begins))
+        _, at = trace.places_of(requests)
         hits[requests] = history.hits
         of_own = renumbered[history.reasons]
         of_own[history.reasons == NUMBER_OF[NEVER_SEEN]] = NUMBERS[OTHER_ENGINE]
         reasons[at], was_in_tier[at] = of_own, history.was_in_tier
         for whole, own in ((caused_by, history.caused_by), (stored_at, history.stored_at)):
             whole[at] = np.where(own >= 0, requests[own], NO_REQUEST)
-    kinds = _kinds(trace, compared)
-    depth = np.arange(trace.block_refs) - np.repeat(trace.offsets[:-1], lengths)
-    is_first = (reasons == NUMBERS[OTHER_ENGINE]) & (depth >= np.repeat(compared.known, lengths))
-    reasons[is_first] = np.repeat(kinds, lengths)[is_first]
+    request_of = trace.request_of
+    is_first = (reasons == NUMBERS[OTHER_ENGINE]) & (trace.depths >= compared.known[request_of])
+    reasons[is_first] = _kinds(trace, compared)[request_of[is_first]]
     reasons[is_first & compared.other_tenant[trace.refs]] = NUMBERS[OTHER_TENANT]
     return Misses(trace, hits, reasons, caused_by, stored_at, was_in_tier, compared)
 

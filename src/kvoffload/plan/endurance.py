@@ -16,7 +16,7 @@ import numpy as np
 from kvoffload.plan.evidence import Evidence
 from kvoffload.plan.fleet import Fleet
 from kvoffload.plan.rows import Cell, Measured, PlanRow
-from kvoffload.replay.replay import Replay, recorded_s
+from kvoffload.replay.replay import Replay
 from kvoffload.replay.write_bound import bound_within_writes, oracle_within_writes
 from kvoffload.sweep.task import load
 from kvoffload.tiers.write_budget import DAY_S
@@ -98,7 +98,7 @@ def _limits_of(row: PlanRow, fleet: Fleet, evidence: Evidence) -> _Limits:
     hits = np.zeros(3, np.int64)
     for swept, point in zip(evidence.traces, cell.points(fleet, evidence), strict=True):
         trace, config = load(swept.source), point.config
-        max_writes = int(per_day * recorded_s(trace) / DAY_S)
+        max_writes = int(per_day * trace.duration_s / DAY_S)
         bound = bound_within_writes(
             trace, config.capacity_blocks, config.tier_blocks, max_writes, config.device_blocks, config.store
         )

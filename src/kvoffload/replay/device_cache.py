@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvoffload.structures.jit import I32Matrix, I64Array, ReadI32Array, ReadI64Array, kernel
 from kvoffload.structures.lists import LIST, PREV, UNLISTED, Lists, push_head, unlink
-from kvoffload.traces.trace import Trace
+from kvoffload.traces.trace import Trace, offsets_of
 
 _Int64s = npt.NDArray[np.int64]
 
@@ -34,6 +34,10 @@ class DeviceRun:
     served: _Int64s
     dropped: _Int64s
     offsets: _Int64s
+
+    def is_served(self, trace: Trace) -> npt.NDArray[np.bool_]:
+        """Return a mask of the block references of the trace that the devices serve."""
+        return trace.depths < self.served[trace.request_of]
 
 
 def run_device(trace: Trace, device_blocks: int) -> DeviceRun:
@@ -63,13 +67,11 @@ def run_devices(trace: Trace, device_blocks: int, engine_of: npt.NDArray[np.int3
     runs = list[tuple[_Int64s, _Int64s, DeviceRun]]()
     for engine in range(int(engine_of.max(initial=-1)) + 1):
         requests = np.flatnonzero(engine_of == engine)
-        lengths = np.diff(trace.offsets)[requests]
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
-        places = np.repeat(trace.offsets[:-1][requests] - offsets[:-1], lengths) + np.arange(offsets[-1])
+        offsets, places = trace.places_of(requests)
         run = _run_requests(trace.refs[places], offsets, trace.unique_blocks, device_blocks)
         served[requests], counts[requests] = run.served, np.diff(run.offsets)
         runs.append((requests, places, run))
-    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+    ends = offsets_of(counts)
     dropped = np.empty(ends[-1], np.int64)
     for requests, places, run in runs:
         begins = np.repeat(ends[:-1][requests] - run.offsets[:-1], counts[requests])

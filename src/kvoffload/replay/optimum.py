@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, STORES
 from kvoffload.errors import ConfigError
-from kvoffload.replay.device_cache import DeviceRun, run_devices
+from kvoffload.replay.device_cache import run_devices
 from kvoffload.structures.jit import BoolArray, I64Array, ReadI64Array, U64Array, inline, long_kernel
 from kvoffload.traces.trace import Trace
 
@@ -92,7 +92,9 @@ def optimum(
     if device is not None:
         if store == ON_DEVICE_EVICTION:
             offered, ends = device.dropped, device.offsets
-        _move_idle(next_place, trace.offsets, device)
+        # The index `_NEVER`, -1, selects the last entry, which is False.
+        is_idle = np.append(device.is_served(trace), False)[next_place]
+        next_place[is_idle] += num_refs
     starts = _tree_starts(2 * num_refs if device is not None else num_refs)
     hits, written = _min_with_bypass(
         trace.offsets,
@@ -122,18 +124,6 @@ def next_uses(refs: npt.NDArray[np.int32]) -> _Int64s:
     next_use = np.full(len(refs), _NEVER, np.int64)
     next_use[by_block[:-1][same]] = by_block[1:][same]
     return next_use
-
-
-def _move_idle(next_place: _Int64s, offsets: _Int64s, device: DeviceRun) -> None:
-    """Move the places of idle blocks behind all others. For *place* and *idle* see the comment below.
-
-    `next_place`: for each reference, the index of the block's next use; changed to the block's place.
-    """
-    num_refs = len(next_place)
-    by_device = np.zeros(num_refs + 1, np.bool_)
-    by_device[:-1] = np.arange(num_refs) < np.repeat(offsets[:-1] + device.served, np.diff(offsets))
-    # The index `_NEVER`, -1, selects the last entry, which is False.
-    next_place[by_device[next_place]] += num_refs
 
 
 def _tree_starts(positions: int) -> _Int64s:

@@ -79,8 +79,7 @@ def oracle_within_writes(trace: Trace, hits_per_request: npt.NDArray[np.int32], 
     """
     if max_writes < 0:
         raise ConfigError("max_writes", max_writes, "allowed: 0 or more")
-    depth = np.arange(trace.block_refs) - np.repeat(trace.offsets[:-1], np.diff(trace.offsets))
-    is_missed = depth >= np.repeat(hits_per_request, np.diff(trace.offsets))
+    is_missed = trace.depths >= hits_per_request[trace.request_of]
     is_missed[np.unique(trace.refs, return_index=True)[1]] = False
     missed = np.bincount(trace.refs[is_missed], minlength=trace.unique_blocks).astype(np.float64)
     return int(hits_per_request.sum()) + int(_largest(missed, max_writes))
@@ -108,14 +107,13 @@ class _Uses:
 
 
 def _uses(trace: Trace, device_blocks: int, store: str) -> _Uses:
-    lengths = np.diff(trace.offsets)
-    request_of = np.repeat(np.arange(trace.requests), lengths)
+    request_of = trace.request_of
     offered, at = np.arange(trace.block_refs), request_of
     next_use = next_uses(trace.refs)
     by_device = np.zeros(trace.block_refs, np.bool_)
     if device_blocks:
         device = run_device(trace, device_blocks)
-        by_device = offered < np.repeat(trace.offsets[:-1] + device.served, lengths)
+        by_device = device.is_served(trace)
         if store == ON_DEVICE_EVICTION:
             offered = device.dropped
             at = np.repeat(np.arange(trace.requests), np.diff(device.offsets))

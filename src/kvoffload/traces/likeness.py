@@ -11,7 +11,7 @@ import numpy as np
 from kvoffload.traces.block_size import DEFAULT_BLOCK_TOKENS
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.statistics import TraceStatistics, describe
-from kvoffload.traces.trace import Trace, codes_by_appearance
+from kvoffload.traces.trace import Trace, codes_by_appearance, offsets_of
 from kvoffload.traces.workloads import BUILTIN, builtin
 
 _LEAST_SHARE = 0.005
@@ -68,15 +68,13 @@ def comparable(trace: Trace) -> Trace:
     several = DEFAULT_BLOCK_TOKENS // trace.block_tokens
     if several < 2:
         return trace
-    lengths = np.diff(trace.offsets)
-    places = np.arange(trace.block_refs) - np.repeat(trace.offsets[:-1], lengths)
-    codes, refs, _ = codes_by_appearance(trace.refs[places % several == several - 1])
+    codes, refs, _ = codes_by_appearance(trace.refs[trace.depths % several == several - 1])
     return replace(
         trace,
         block_tokens=several * trace.block_tokens,
         block_ids=trace.block_ids[codes],
         refs=refs,
-        offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths // several)]),
+        offsets=offsets_of(np.diff(trace.offsets) // several),
     )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.core.hints import NO_HINTS, Hints
+from kvoffload.errors import ConfigError
 from kvoffload.text import duration
 
 SECONDS, MILLISECONDS = "s", "ms"
@@ -20,6 +21,11 @@ _MANY_REQUESTS = 100
 """If at least this many requests name the same session, the name is probably a constant field."""
 _SHORT_S = 60
 """Recordings of many requests that are shorter than this are suspicious if their time unit is assumed."""
+
+
+def offsets_of(lengths: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+    """Return the start of each of several consecutive runs of these lengths, then the end of the last."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
 
 
 def codes_by_appearance(
@@ -124,6 +130,16 @@ class Trace:
         return int(np.diff(self.offsets).max(initial=0))
 
     @property
+    def request_of(self) -> npt.NDArray[np.int64]:
+        """For each block reference, the number of its request."""
+        return np.repeat(np.arange(self.requests), np.diff(self.offsets))
+
+    @property
+    def depths(self) -> npt.NDArray[np.int64]:
+        """For each block reference, the number of blocks before it in its request."""
+        return np.arange(self.block_refs) - np.repeat(self.offsets[:-1], np.diff(self.offsets))
+
+    @property
     def share_outside_blocks(self) -> float | None:
         """Share of the prompt tokens that are in no whole block; None without `prompt_tokens`."""
         if self.prompt_tokens is None:
@@ -132,7 +148,7 @@ class Trace:
 
     @property
     def duration_s(self) -> float:
-        """Time from the first arrival to the last, in seconds."""
+        """Time from the first arrival to the last, in seconds; 0 if the recording has no times."""
         times = self.timestamps_ms
         return int(times.max() - times.min()) / 1000 if len(times) else 0.0
 
@@ -162,12 +178,25 @@ class Trace:
             )
         return warnings
 
+    def check_blocks(self, name: str) -> None:
+        """Raise `ConfigError` unless a request has a block. `name`: the trace as the user gave it."""
+        if self.block_refs == 0:
+            why = f"it must have a request of at least one block ({self.block_tokens} tokens)"
+            raise ConfigError("trace", name, why)
+
+    def places_of(
+        self, requests: npt.NDArray[np.integer]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return the offsets of these requests among each other, and the index in `refs` of each block."""
+        lengths = np.diff(self.offsets)[requests]
+        offsets = offsets_of(lengths)
+        starts = np.repeat(self.offsets[:-1][requests] - offsets[:-1], lengths)
+        return offsets, starts + np.arange(offsets[-1])
+
     def of_requests(self, requests: npt.NDArray[np.integer]) -> Trace:
         """Select requests, in this order. Cost: 0.1 s per million block references."""
-        lengths = np.diff(self.offsets)[requests]
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
-        starts = np.repeat(self.offsets[:-1][requests] - offsets[:-1], lengths)
-        refs = self.refs[starts + np.arange(offsets[-1])]
+        offsets, places = self.places_of(requests)
+        refs = self.refs[places]
         first = np.full(self.unique_blocks, len(refs), np.int64)
         first[refs[::-1]] = np.arange(len(refs) - 1, -1, -1)
         by_appearance = np.argsort(first, kind="stable")[: np.count_nonzero(first < len(refs))]

@@ -42,7 +42,7 @@ def working_set(trace: Trace, parts: int = 12) -> list[Period]:
     # Ends of the periods, computed with Python's integers, because products of large times overflow int64.
     ends_ms = [-(-part * duration_ms // parts) for part in range(1, parts)]
     part_of = np.searchsorted(np.array(ends_ms, np.int64), times - first_ms, side="right")
-    part_of_ref = np.repeat(part_of, np.diff(trace.offsets))
+    part_of_ref = part_of[trace.request_of]
     pairs = np.unique(part_of_ref * max(trace.unique_blocks, 1) + trace.refs)
     parts_of_pairs, codes = np.divmod(pairs, max(trace.unique_blocks, 1))
     first_part = np.full(trace.unique_blocks, parts)

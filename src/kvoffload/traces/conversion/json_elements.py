@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvoffload.errors import TraceError
-from kvoffload.traces.compressed import DAMAGE, STDIN, decompressing, opened
+from kvoffload.traces.compressed import DAMAGE, STDIN, decompressing, is_stream, opened
 from kvoffload.traces.lines import numbered_lines
 
 _CHUNK_BYTES = 1 << 16
@@ -22,6 +22,12 @@ def is_array(path: Path) -> bool:
     """Return True if a file is a single JSON array; False for JSON lines, even if each line is an array."""
     first = next((text.strip() for _, text in numbered_lines(path)), b"")
     return first.startswith(b"[") and (first == b"[" or first[1:].lstrip().startswith(b"{"))
+
+
+def records(path: Path, progress: Callable[[float], None] | None = None) -> Iterator[tuple[int, bytes]]:
+    """Yield the elements of a JSON array, or else the lines, numbered from 1. A stream has lines."""
+    has_elements = not is_stream(path) and is_array(path)
+    return elements(path, progress) if has_elements else numbered_lines(path, progress)
 
 
 def elements(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +15,7 @@ from kvoffload.settings.registry import Registry
 from kvoffload.traces.block_size import BlockSize, Header
 from kvoffload.traces.compressed import STDIN, is_stream
 from kvoffload.traces.conversion.block_ids import BlockId, Keys
-from kvoffload.traces.conversion.json_elements import elements, is_array
+from kvoffload.traces.conversion.json_elements import records
 from kvoffload.traces.conversion.tokens import Tokens
 from kvoffload.traces.lines import numbered_lines
 
@@ -172,10 +171,7 @@ def kind_of(path: Path) -> type[Source]:
 
 def fields_of_first_record(path: Path) -> frozenset[str]:
     """Return the fields of the first JSON object, or the columns of a table."""
-    if is_array(path):
-        first = next(itertools.chain((text for _, text in elements(path)), (b"",)))
-    else:
-        first = next(itertools.chain((text for _, text in numbered_lines(path)), (b"",)))
+    first = next((text for _, text in records(path)), b"")
     try:
         record = json.loads(first)
     except ValueError:

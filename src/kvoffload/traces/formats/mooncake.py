@@ -38,7 +38,7 @@ from kvoffload.traces.compressed import STDIN, compressing
 from kvoffload.traces.format import TraceFormat
 from kvoffload.traces.lines import BadLineError, decoded, numbered_lines
 from kvoffload.traces.named_sessions import NamedSessions, SessionNames
-from kvoffload.traces.trace import MILLISECONDS, SECONDS, Trace, TraceHints, codes_by_appearance
+from kvoffload.traces.trace import MILLISECONDS, SECONDS, Trace, TraceHints, codes_by_appearance, offsets_of
 
 _Int64s = npt.NDArray[np.int64]
 _Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -47,18 +47,8 @@ _Time = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, lt=2**53)]
 
 _NO_PARENT = _NO_SESSION = -1
-_OF_A_REQUEST = (
-    *(
-        "lengths",
-        "line_numbers",
-        "timestamps",
-        "output_tokens",
-        "input_tokens",
-        "hints",
-        "sessions",
-        "served",
-    ),
-)
+_OF_A_REQUEST = ("lengths", "line_numbers", "timestamps", "output_tokens", "input_tokens", "hints",
+                 "sessions", "served")  # fmt: skip
 """Names of the lists in `_Requests` that have one entry per request."""
 _LOGGER = logging.getLogger("kvoffload.traces")
 
@@ -362,7 +352,7 @@ class _Requests:
 
     def offsets(self) -> _Int64s:
         """Return the index in `ids` of each request's first id, then the end of the last request."""
-        return np.concatenate([np.zeros(1, np.int64), np.cumsum(_int64s(self.lengths))])
+        return offsets_of(_int64s(self.lengths))
 
     def chained(self) -> tuple[_Int64s, npt.NDArray[np.int32]]:
         """Compute `Trace.block_ids` and `Trace.refs`; raises `BadLineError` if a chain is broken."""

@@ -11,13 +11,12 @@ from typing import Any, ClassVar
 import msgspec
 
 from kvoffload.core.hints import Hints
-from kvoffload.traces.compressed import is_stream
-from kvoffload.traces.conversion.json_elements import elements, is_array
+from kvoffload.traces.conversion.json_elements import records
 from kvoffload.traces.conversion.pace import PacedSource
 from kvoffload.traces.conversion.source import Given, Missing, Request
 from kvoffload.traces.conversion.times import seconds_of
 from kvoffload.traces.conversion.tokens import blocks_of
-from kvoffload.traces.lines import BadLineError, decoded, numbered_lines
+from kvoffload.traces.lines import BadLineError, decoded
 from kvoffload.traces.named_sessions import SESSION_FIELDS, first_name
 
 _CONVERSATION = ("conversations", "conversation", "messages")
@@ -60,12 +59,7 @@ class Text(PacedSource):
     def records(
         self, place: str, progress: Callable[[float], None] | None = None
     ) -> Iterator[tuple[int, bytes]]:
-        path = Path(place)
-        return (
-            elements(path, progress)
-            if not is_stream(path) and is_array(path)
-            else numbered_lines(path, progress)
-        )
+        return records(Path(place), progress)
 
     def has_time(self, record: bytes) -> bool:
         fields = decoded(_decode, record)
