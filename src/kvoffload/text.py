@@ -1,8 +1,10 @@
-"""Formats of bytes, shares and durations, the same in all tables, pages and messages."""
+"""Formats of bytes, shares, durations and reports, the same in all tables, pages and messages."""
 
 from __future__ import annotations
 
 import re
+
+import msgspec
 
 NO_BREAK = "\u00a0"
 _NO_UNITS = "and|at|but|by|for|from|in|less|more|of|on|or|to|while|with|would"
@@ -35,6 +37,11 @@ def exact_size(num_bytes: int) -> str:
 def percent(share: float, digits: int = 1) -> str:
     """Format a fraction as a percentage: 0.314 as ``31.4%``."""
     return f"{100 * share:.{digits}f}%"
+
+
+def counted(count: int, noun: str) -> str:
+    """Format a number of things: ``1 block``, ``1,024 blocks``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def outside_blocks(share: float | None, ratios: str = "percentages of the prefill") -> list[str]:
@@ -72,3 +79,16 @@ def _three_digits(value: float) -> str:
 def unbroken(text: str) -> str:
     """Write no-break spaces before units and inside ranges: ``64 GiB``, ``27.3% to 35.2%``."""
     return _UNBROKEN.sub(NO_BREAK, text)
+
+
+def as_json(value: object) -> bytes:
+    """Encode as indented JSON with a line end."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """Base class of reports. The fields are the keys of the JSON object."""
+
+    def to_json(self) -> bytes:
+        """Encode as one indented JSON object."""
+        return as_json(self)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvoffload.core.tenants import Quota
 from kvoffload.errors import ConfigError
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.faults import parse_injection
@@ -28,6 +29,7 @@ from kvoffload.traces.sessions import generate
 from kvoffload.traces.sources import load_trace
 from kvoffload.traces.trace import Trace
 from kvoffload.traces.workloads import builtin
+from kvoffload.whatif import WhatIf
 from support.run_cli import kvoffload
 
 BLOCK_BYTES = 4096
@@ -118,6 +120,17 @@ def test_a_damaged_slab_costs_hits_and_serves_nothing_wrong(small_chat: Trace, t
     assert warm.mismatches_served == 0
     assert warm.tiers[1].mismatches_caught > 0
     assert warm.infinite_hit_ratio < warm.prefix_hit_ratio < 1.0
+
+
+def test_a_refused_replay_opens_no_disk(small_chat: Trace, tmp_path: Path) -> None:
+    settings = (WhatIf(policy="nonsense"),)
+    with pytest.raises(ConfigError, match="nonsense"):
+        run(small_chat, ReplayConfig(300, tiers=disk(tmp_path, 1500), what_if=settings))
+    assert not any(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match="tenants: 'ssd' is invalid; allowed as tiers: disk"):
+        ReplayConfig(300, tiers=disk(tmp_path, 1500), tier_tenants={"ssd": {"a": Quota(1)}})
+    with pytest.raises(ConfigError, match="tenants: 'a' is invalid; a tenant of a tier needs a quota of RAM"):
+        ReplayConfig(300, tiers=disk(tmp_path, 1500), tier_tenants={"disk": {"a": Quota(1)}})
 
 
 @pytest.mark.parametrize("kind", ["bitflip", "swap", "zero", "torn"])

@@ -17,11 +17,12 @@ from support.run_cli import kvoffload
 
 CONFIG = ReplayConfig(300, device_blocks=50)
 SETTINGS = (WhatIf(policy="arc"), WhatIf(capacity=2.0))
+TRIED = replace(CONFIG, what_if=SETTINGS)
 
 
 def test_without_sampling_the_estimates_are_the_hit_ratios_of_full_replays() -> None:
     trace = load_trace("chat").of_requests(range(400))  # type: ignore[arg-type]
-    report = Replay(trace, CONFIG, what_if=SETTINGS, what_if_sample=1).run()
+    report = Replay(trace, replace(TRIED, what_if_sample=1)).run()
     looked_up = report.block_refs - report.device_hit_blocks
     assert report.what_if_sample == 1
     for row, setting in zip(report.what_if, (WhatIf(), *SETTINGS), strict=True):
@@ -34,15 +35,15 @@ def test_without_sampling_the_estimates_are_the_hit_ratios_of_full_replays() -> 
 
 def test_shadows_change_no_decision() -> None:
     trace = load_trace("chat").of_requests(range(200))  # type: ignore[arg-type]
-    plain, tried = Replay(trace, CONFIG).run(), Replay(trace, CONFIG, what_if=SETTINGS).run()
+    plain, tried = Replay(trace, CONFIG).run(), Replay(trace, TRIED).run()
     assert plain.decisions_sha256 == tried.decisions_sha256
     assert (plain.what_if, plain.what_if_sample, tried.what_if_sample) == ([], 0, 8)
 
 
 def test_behind_ram_with_tiers_policies_refuse_as_in_the_replay() -> None:
     trace = load_trace("chat").of_requests(range(50))  # type: ignore[arg-type]
-    config = replace(CONFIG, policy="hazard", tiers=(SimulatedOptions(capacity="900"),))
-    replay = Replay(trace, config, what_if=SETTINGS)
+    config = replace(TRIED, policy="hazard", tiers=(SimulatedOptions(capacity="900"),))
+    replay = Replay(trace, config)
     assert isinstance(replay.manager, TieredManager)
     assert not replay.manager.ram_manager.refuses_unasked
     assert replay.shadows is not None
@@ -75,11 +76,11 @@ def test_the_command_shows_every_setting() -> None:
         (("--what-if", "policy=x"), "what-if[0].policy: 'x' is invalid; allowed: "),
         (
             ("--what-if", "capacity=2", "--instances", "2"),
-            "instances: 2 is invalid; with --what-if allowed: 1",
+            "instances: 2 is invalid; with what-if allowed: 1",
         ),
         (
             ("--what-if", "capacity=2", "--store", "on-device-eviction", "--device-blocks", "50"),
-            "store: 'on-device-eviction' is invalid; with --what-if allowed: on-compute",
+            "store: 'on-device-eviction' is invalid; with what-if allowed: on-compute",
         ),
         (("--what-if", "capacity=2", "--what-if-sample", "0"), "what-if-sample: 0 is invalid"),
         (
@@ -95,6 +96,5 @@ def test_mistakes_are_one_message(arguments: tuple[str, ...], message: str) -> N
 
 
 def test_a_replay_refuses_what_shadows_cannot_follow() -> None:
-    trace = load_trace("chat").of_requests(range(10))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="store: 'on-device-eviction' is invalid; with what-if allowed"):
-        Replay(trace, replace(CONFIG, store="on-device-eviction"), what_if=SETTINGS)
+        replace(TRIED, store="on-device-eviction")

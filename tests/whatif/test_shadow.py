@@ -184,7 +184,8 @@ def test_policies_in_python_are_served_by_calls() -> None:
 
 def test_a_failing_setting_is_removed() -> None:
     failed = list[tuple[str, Exception]]()
-    shadows = Shadows([WhatIf(capacity=2)], 100, one_in=2, on_failure=lambda *failure: failed.append(failure))
+    shadows = Shadows([WhatIf(capacity=2)], 100, one_in=2)
+    shadows.on_failure = lambda *failure: failed.append(failure)
     broken = Shadows([WhatIf()], 100, policy=Failing, one_in=2).members[0]
     broken.setting = WhatIf(policy="failing")
     shadows.members.insert(1, broken)
@@ -196,13 +197,8 @@ def test_a_failing_setting_is_removed() -> None:
 
 def test_without_the_current_setting_there_is_no_estimate() -> None:
     failed = list[str]()
-    shadows = Shadows(
-        [WhatIf(policy="lru")],
-        100,
-        policy=Failing,
-        one_in=2,
-        on_failure=lambda label, _: failed.append(label),
-    )
+    shadows = Shadows([WhatIf(policy="lru")], 100, policy=Failing, one_in=2)
+    shadows.on_failure = lambda label, _: failed.append(label)
     run(shadows)
     assert (shadows.estimates(), failed) == ([], ["current"])
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import click
 from rich.console import Group, RenderableType
 
-from kvoffload.cli.options import LoadOptions, option, options_of, typed_command, with_blocks
+from kvoffload.cli.options import option, options_of, typed_command, with_blocks
 from kvoffload.cli.output import Lines, progress_bar, show, terminal_table, tiers_silenced
-from kvoffload.cli.replay import CacheOptions
+from kvoffload.cli.replay import LoadedCacheOptions
 from kvoffload.core.miss_reasons import EVICTED
 from kvoffload.errors import ConfigError, Problems
 from kvoffload.explain.capacity import larger_hits, num_replayed
@@ -21,7 +21,6 @@ from kvoffload.explain.recording import has_tokens, read_with_tokens
 from kvoffload.explain.words import facts
 from kvoffload.pages.explain import explanation_page, summary, tables
 from kvoffload.pages.page import check_report, write_report
-from kvoffload.replay.replay import ReplayConfig
 from kvoffload.settings.read import Count, CountOrNothing
 from kvoffload.tiers.kinds.simulated import simulated_like
 from kvoffload.tiers.spec import TierOptions
@@ -30,7 +29,7 @@ from kvoffload.traces.trace import Trace
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExplainOptions(CacheOptions, LoadOptions):
+class ExplainOptions(LoadedCacheOptions):
     request: CountOrNothing | None = option(
         None, "Explain all missing blocks of this request: its position in the trace, from 0."
     )
@@ -66,31 +65,18 @@ class ExplainOptions(CacheOptions, LoadOptions):
     def _check_recording(self, problems: Problems) -> None:
         """Refuse options that the kind of TRACE does not use."""
         with_tokens = has_tokens(self.trace, self.kind)
-        with problems:
-            if with_tokens and self.time_unit is not None:
-                why = (
-                    "leave it out: a recording with token ids or text has seconds, ms since 1970 or ISO 8601"
-                )
-                raise ConfigError("time-unit", self.time_unit, why)
-        with problems:
-            if not with_tokens and self.kind is not None:
-                raise ConfigError("from", self.kind, "allowed: token_ids, text")
-        with problems:
-            if not with_tokens and self.tokenizer is not None:
-                why = "TRACE has block ids: leave it out, or add --from text"
-                raise ConfigError("tokenizer", str(self.tokenizer), why)
+        if with_tokens and self.time_unit is not None:
+            why = "leave it out: a recording with token ids or text has seconds, ms since 1970 or ISO 8601"
+            problems.add("time-unit", self.time_unit, why)
+        if not with_tokens and self.kind is not None:
+            problems.add("from", self.kind, "allowed: token_ids, text")
+        if not with_tokens and self.tokenizer is not None:
+            why = "TRACE has block ids: leave it out, or add --from text"
+            problems.add("tokenizer", str(self.tokenizer), why)
 
     def parsed_tiers(self) -> list[TierOptions]:
         """Parse the tiers; all are simulated. Raises `ConfigError`."""
         return [simulated_like("tiers", tier) for tier in super().parsed_tiers()]
-
-    def config(self, trace: Trace, block_bytes: int | None) -> ReplayConfig:
-        """Create the configuration of the replay: the caches and the assumed engine."""
-        return replace(
-            super().config(trace, block_bytes),
-            decode_tokens_per_s=self.decode_tokens_per_s or 0.0,
-            queue_requests=self.queue_requests,
-        )
 
     def recording(self) -> tuple[Trace, BlockTokens | None]:
         """Read the trace, with token ids if the recording has them."""

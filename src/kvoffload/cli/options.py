@@ -27,7 +27,7 @@ from kvoffload.core.plans import STORES
 from kvoffload.core.policy import POLICIES
 from kvoffload.errors import ConfigError, Problems
 from kvoffload.model import kv_bytes
-from kvoffload.replay.queue import QueueLength
+from kvoffload.replay.engines import QueueLength
 from kvoffload.replay.routing import SESSION, Instances, Routing
 from kvoffload.settings.layers import SHARED, gathered
 from kvoffload.settings.read import (
@@ -57,9 +57,6 @@ CONFIG = "kvoffload.settings.read"
 
 _FEWEST_TOKEN_BYTES = 1024
 """Smallest plausible number of bytes of a token. A token of a 0.5B model in 16 bits has 12 KiB."""
-_WARNED = "kvoffload.cli.options.small_tokens"
-_WARNED_OF_COPIES = "kvoffload.cli.options.copies"
-_WARNED_OF_WINDOWS = "kvoffload.cli.options.sliding_windows"
 
 PolicyName = Annotated[str, POLICIES]
 AdmissionName = Annotated[str, ADMISSIONS]
@@ -253,7 +250,10 @@ class ModelOptions:
         """Return the bytes of a block, or None if neither the model nor the bytes of a token are given."""
         size = kv_bytes.block_bytes(self.model, self.bytes_per_token, block_tokens, self.kv_cache_dtype)
         if self.bytes_per_token is not None:
-            _warn_of_small_tokens(parse_size("bytes-per-token", self.bytes_per_token))
+            num_bytes = parse_size("bytes-per-token", self.bytes_per_token)
+            if num_bytes < _FEWEST_TOKEN_BYTES:
+                why = f"{num_bytes:,} B is less than 1 KiB, and models have more: is it {num_bytes}KiB?"
+                _warn_once("small tokens", f"bytes-per-token: {why}")
         return size
 
     def required_block_bytes(self, block_tokens: int, reason: str) -> int:
@@ -265,16 +265,22 @@ class ModelOptions:
         return size
 
 
+def _warn_once(subject: str, sentence: str) -> None:
+    """Print a warning, unless this command has already warned of the `subject`."""
+    context, key = click.get_current_context(silent=True), f"kvoffload.cli.options.{subject}"
+    if context is not None and not context.meta.get(key):
+        context.meta[key] = True
+        warn([sentence])
+
+
 def warn_of_windows(model: str) -> None:
     """Warn once per command if a model has sliding windows: a GPU then holds more tokens than computed."""
-    context = click.get_current_context(silent=True)
     count, num_layers = kv_bytes.sliding_layers(model)
-    if count and context is not None and not context.meta.get(_WARNED_OF_WINDOWS):
-        context.meta[_WARNED_OF_WINDOWS] = True
-        click.echo(
-            f"kvoffload: model: {count} of {num_layers} layers have a sliding window, so the GPUs hold more "
-            "tokens than --kv-per-gpu gives, and RAM saves less: give --gpu-tokens from vLLM's log instead",
-            err=True,
+    if count:
+        _warn_once(
+            "windows",
+            f"model: {count} of {num_layers} layers have a sliding window, so the GPUs hold more tokens than "
+            "--kv-per-gpu gives, and RAM saves less: give --gpu-tokens from vLLM's log instead",
         )
 
 
@@ -285,33 +291,18 @@ def warn_of_copies(model: str, gpus: int, *, has_gpu_tokens: bool) -> None:
         gpus: number of GPUs of an engine.
         has_gpu_tokens: True if the user gave the number of tokens that the GPUs hold.
     """
-    context, heads = click.get_current_context(silent=True), kv_bytes.kv_heads(model)
+    heads = kv_bytes.kv_heads(model)
     if gpus <= max(heads, 1) or (not heads and has_gpu_tokens):
         return
-    if context is None or context.meta.get(_WARNED_OF_COPIES):
-        return
-    context.meta[_WARNED_OF_COPIES] = True
     copies, remedy = f"all {gpus} GPUs of an engine store each block (MLA)", "--gpu-tokens from vLLM's log"
     if heads:
         copies = f"{gpus} GPUs of an engine store {gpus / heads:g} copies of each of the {heads} KV heads"
         remedy = f"--bytes-per-token, {gpus / heads:g} times the model's"
-    click.echo(
-        f"kvoffload: model: with tensor parallelism {copies}, so they hold fewer tokens than assumed: give "
-        f"{remedy}, instead",
-        err=True,
+    _warn_once(
+        "copies",
+        f"model: with tensor parallelism {copies}, so they hold fewer tokens than assumed: give {remedy}, "
+        "instead",
     )
-
-
-def _warn_of_small_tokens(num_bytes: int) -> None:
-    """Warn once per command if the bytes of a token are implausibly few."""
-    context = click.get_current_context(silent=True)
-    if num_bytes < _FEWEST_TOKEN_BYTES and context is not None and not context.meta.get(_WARNED):
-        context.meta[_WARNED] = True
-        click.echo(
-            f"kvoffload: bytes-per-token: {num_bytes:,} B is less than 1 KiB, and models have more: "
-            f"is it {num_bytes}KiB?",
-            err=True,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,9 +333,7 @@ class ReadOptions:
 
 def with_blocks(name: str, trace: Trace) -> Trace:
     """Return a trace that has at least one block. Raises `ConfigError`."""
-    if trace.block_refs == 0:
-        why = f"it must have a request of at least one block ({trace.block_tokens} tokens)"
-        raise ConfigError("trace", name, why)
+    trace.check_blocks(name)
     warn(trace.warnings)
     return trace
 

@@ -136,6 +136,19 @@ class CacheOptions(
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoadedCacheOptions(CacheOptions, LoadOptions):
+    """Options of replays without simulated time: the caches, and the assumed engine."""
+
+    def config(self, trace: Trace, block_bytes: int | None) -> ReplayConfig:
+        """Create the configuration of the replay: the caches and the assumed engine."""
+        return replace(
+            super().config(trace, block_bytes),
+            decode_tokens_per_s=self.decode_tokens_per_s or 0.0,
+            queue_requests=self.queue_requests,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServerOptions:
     """Options to compare a result with the metrics of a server."""
 
@@ -163,7 +176,7 @@ class ServerOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplayOptions(CacheOptions, ServerOptions, LoadOptions):
+class ReplayOptions(LoadedCacheOptions, ServerOptions):
     block_bytes: Size = option(
         "64KiB", "Bytes to copy and verify per block, instead of the real size; a multiple of 8."
     )
@@ -199,9 +212,8 @@ class ReplayOptions(CacheOptions, ServerOptions, LoadOptions):
             block_tokens = block_tokens_of(self.trace, self.block_tokens)
         with problems:
             block_bytes = self.known_block_bytes(block_tokens)
-        with problems:
-            if self.block_bytes % 8:
-                raise ConfigError("block-bytes", self.block_bytes, "allowed: a multiple of 8 bytes")
+        if self.block_bytes % 8:
+            problems.add("block-bytes", self.block_bytes, "allowed: a multiple of 8 bytes")
         with problems:
             if self.injection() is not None and self.no_data:
                 raise ConfigError("inject", self.inject, "it needs bytes to damage: leave out --no-data")
@@ -209,13 +221,7 @@ class ReplayOptions(CacheOptions, ServerOptions, LoadOptions):
             if self.has_managers:
                 self._check_managers()
         with problems:
-            self.what_ifs()
-        with problems:
-            if self.what_if and self.instances > 1:
-                raise ConfigError("instances", self.instances, "with --what-if allowed: 1")
-        with problems:
-            if self.what_if and self.store != ON_COMPUTE:
-                raise ConfigError("store", self.store, f"with --what-if allowed: {ON_COMPUTE}")
+            ReplayConfig(1, store=self.store, instances=self.instances, what_if=self.what_ifs())
         self.check_sizes(problems, block_bytes)
         problems.check()
 
@@ -235,11 +241,8 @@ class ReplayOptions(CacheOptions, ServerOptions, LoadOptions):
             raise ConfigError("tiers", str(tiers[-1]), "with several instances allowed: simulated:CAPACITY")
 
     def config(self, trace: Trace, block_bytes: int | None) -> ReplayConfig:
-        """Create the configuration of the replay: the caches and the assumed engine."""
         return replace(
-            super().config(trace, block_bytes),
-            decode_tokens_per_s=self.decode_tokens_per_s or 0.0,
-            queue_requests=self.queue_requests,
+            super().config(trace, block_bytes), what_if=self.what_ifs(), what_if_sample=self.what_if_sample
         )
 
     def injection(self) -> Injection | None:
@@ -301,14 +304,7 @@ def replay(options: ReplayOptions) -> None:
         if options.has_managers:
             run = SharedReplay(loaded, config, data)
         else:
-            run = Replay(
-                loaded,
-                config,
-                data[0] if data else None,
-                log,
-                what_if=options.what_ifs(),
-                what_if_sample=options.what_if_sample,
-            )
+            run = Replay(loaded, config, data[0] if data else None, log)
         with progress_bar("replay", loaded.requests, options.quiet) as progress:
             report = run.run(progress)
     checked = None

@@ -15,8 +15,9 @@ from kvoffload.explain.capacity import FACTORS
 from kvoffload.explain.history import NO_REQUEST
 from kvoffload.explain.misses import AFTER_SHARED_PROMPT, HOPELESS, MEANINGS, NUMBERS, PREFIX_DIFFERS, Misses
 from kvoffload.explain.prompts import Difference
-from kvoffload.replay.replay import ReplayConfig, recorded_s
+from kvoffload.replay.replay import ReplayConfig
 from kvoffload.replay.report import ReplayReport
+from kvoffload.text import Report
 from kvoffload.traces.statistics import turns
 from kvoffload.traces.trace import Trace
 
@@ -141,7 +142,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     tokens_more: int
 
 
-class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+class Explanation(Report, frozen=True, kw_only=True):
     """Reasons for all missing blocks of one replay. The fields are the keys of the JSON object.
 
     Attributes:
@@ -189,10 +190,6 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     runs: list[Run]
     decisions_sha256: str
     version: str = __version__
-
-    def to_json(self) -> bytes:
-        """Encode as one indented JSON object."""
-        return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
 
 
 def explain(
@@ -273,8 +270,8 @@ class _Facts:
         self.tiers = [
             name if tiers.count(name) == 1 else f"{name} {number}" for number, name in enumerate(tiers, 1)
         ]
-        self.request_of = np.repeat(np.arange(trace.requests), np.diff(trace.offsets))
-        self.has_times = recorded_s(trace) > 0
+        self.request_of = trace.request_of
+        self.has_times = trace.duration_s > 0
         self._first_ms = int(trace.timestamps_ms.min(initial=0)) if trace.requests else 0
         self._rank = _ranks(trace)
 
@@ -372,7 +369,7 @@ def _ranks(trace: Trace) -> _Int64s:
 def _differing(misses: Misses) -> list[Differing]:
     """Group requests that differ from an earlier prompt, by reason and by place of the difference."""
     trace, compared = misses.trace, misses.beginnings
-    request_of = np.repeat(np.arange(trace.requests), np.diff(trace.offsets))
+    request_of = trace.request_of
     groups: dict[tuple[str, int, int | None], list[int]] = {}
     blocks = np.zeros(trace.requests, np.int64)
     for reason in (PREFIX_DIFFERS, AFTER_SHARED_PROMPT):

@@ -14,7 +14,7 @@ from kvoffload.explain.misses import (
     PREFIX_DIFFERS,
 )
 from kvoffload.explain.prompts import Difference
-from kvoffload.text import duration, percent
+from kvoffload.text import counted, duration, percent
 
 ADVICE: Final = {
     NEW_PROMPT: "none: no cache can serve a first use",
@@ -34,11 +34,6 @@ ADVICE: Final = {
     reasons.UNKNOWN: "please report this as a bug",
 }
 """One line of advice for each reason that a replay can have."""
-
-
-def counted(count: int, noun: str) -> str:
-    """Format a number of things: ``1 block``, ``1,024 blocks``."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def sentence(run: Run, explained: Explanation) -> str:

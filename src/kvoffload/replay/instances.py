@@ -20,7 +20,7 @@ from kvoffload.replay.data import DataPlane
 from kvoffload.replay.observer import Observer
 from kvoffload.replay.optimum import infinite, optimum
 from kvoffload.replay.replay import Replay, ReplayConfig
-from kvoffload.replay.report import ReplayReport, TenantReport, TierReport
+from kvoffload.replay.report import ReplayReport, TierReport, sums_of
 from kvoffload.replay.routing import route
 from kvoffload.replay.trace_keys import KEY_BYTES
 from kvoffload.structures.keys import Keys
@@ -36,6 +36,9 @@ _SUMMED = (
     "blocks_promoted", "bytes_stored", "bytes_loaded", "blocks_verified", "mismatches_caught",
     "mismatches_served", "damage_injected", "control_plane_s", "data_plane_s",
 )  # fmt: skip
+_SUMMED_OF_TIERS = ("hit_blocks", "blocks_written", "blocks_evicted", "bytes_written", "bytes_read",
+                    "mismatches_caught")  # fmt: skip
+_SUMMED_OF_TENANTS = ("block_refs", "prefix_hit_blocks", "blocks_held", "blocks_evicted")
 
 
 class SharedTier(SimulatedTier):
@@ -151,7 +154,7 @@ class SharedReplay:
 
     def _combined(self, reports: Sequence[ReplayReport]) -> ReplayReport:
         trace, config, refs = self._trace, self._config, max(1, self._trace.block_refs)
-        sums = {name: sum(getattr(report, name) for report in reports) for name in _SUMMED}
+        sums = sums_of(reports, *_SUMMED)
         best = infinite(trace).prefix_hit_blocks
         of_others = 0 if self._shared is None else sum(self._shared.read_of_others)
         if config.shared_ram:
@@ -181,7 +184,8 @@ class SharedReplay:
             shared_ram=config.shared_ram,
             hit_blocks_of_others=of_others,
             tenants=[
-                _combined_tenant(rows) for rows in zip(*(report.tenants for report in reports), strict=True)
+                msgspec.structs.replace(rows[0], **sums_of(rows, *_SUMMED_OF_TENANTS))
+                for rows in zip(*(report.tenants for report in reports), strict=True)
             ],
             tiers=[
                 self._combined_tier(level, [report.tiers[level] for report in reports])
@@ -194,25 +198,9 @@ class SharedReplay:
 
         For a shared tier only the hits are summed. Its other counters are already totals.
         """
-        hits = sum(report.hit_blocks for report in reports)
-        if level and level == len(self._config.tiers) and self._shared is not None:
-            return msgspec.structs.replace(reports[-1], hit_blocks=hits)
-        return msgspec.structs.replace(
-            reports[0],
-            hit_blocks=hits,
-            blocks_written=sum(report.blocks_written for report in reports),
-            blocks_evicted=sum(report.blocks_evicted for report in reports),
-            bytes_written=sum(report.bytes_written for report in reports),
-            bytes_read=sum(report.bytes_read for report in reports),
-            mismatches_caught=sum(report.mismatches_caught for report in reports),
-        )
-
-
-def _combined_tenant(reports: Sequence[TenantReport]) -> TenantReport:
-    """Sum the counters of a tenant over all instances. `reports`: the tenant's report of each instance."""
-    names = ("block_refs", "prefix_hit_blocks", "blocks_held", "blocks_evicted")
-    sums = {name: sum(getattr(report, name) for report in reports) for name in names}
-    return msgspec.structs.replace(reports[0], **sums)
+        is_shared = level and level == len(self._config.tiers) and self._shared is not None
+        names = ("hit_blocks",) if is_shared else _SUMMED_OF_TIERS
+        return msgspec.structs.replace(reports[-1], **sums_of(reports, *names))
 
 
 def replay_of(trace: Trace, config: ReplayConfig) -> Replay | SharedReplay:

@@ -33,12 +33,11 @@ from kvoffload.replay.data import DataPlane
 from kvoffload.replay.decisions import DecisionLog
 from kvoffload.replay.device_cache import Device, run_devices
 from kvoffload.replay.ends import DecodeSpeed, End, EndsAtOnce, EndsWhenGenerated
-from kvoffload.replay.engines import Engines
+from kvoffload.replay.engines import Engines, QueueLength
 from kvoffload.replay.members import SETTLE_S, may_be_shared, open_members
 from kvoffload.replay.observer import Decision, Observer, Watch
 from kvoffload.replay.optimum import infinite, optimum
-from kvoffload.replay.queue import QueueLength
-from kvoffload.replay.report import HeldBlocks, ReplayReport, TenantReport, TierReport, WhatIfReport
+from kvoffload.replay.report import HeldBlocks, ReplayReport, TenantReport, TierReport
 from kvoffload.replay.routing import SESSION, Instances, Routing, route
 from kvoffload.replay.trace_keys import FINGERPRINT, KEY_BYTES, TraceKeys
 from kvoffload.settings.read import check_fields
@@ -49,7 +48,8 @@ from kvoffload.tiers.guarded import GuardedTier
 from kvoffload.tiers.simulated import NoMemory
 from kvoffload.tiers.spec import TierOptions, TierOwner, names_of
 from kvoffload.traces.trace import Trace
-from kvoffload.whatif import Shadows, WhatIf
+from kvoffload.whatif import Estimate, Shadows, WhatIf
+from kvoffload.whatif.setting import OneIn
 from kvoffload.whatif.shadows import ONE_IN
 
 NEEDS_INSTANCES = "it needs several engines: set instances to 2 or more"
@@ -82,6 +82,8 @@ class ReplayConfig:
             one instance only.
         machines: with `shared_ram`, the number of machines. Each machine has its own pool. Instances are
             divided equally among machines, in the order of their numbers.
+        what_if: settings of RAM to try on a sample of the blocks. With one instance and ``on-compute`` only.
+        what_if_sample: the sample has one block in this many.
 
     Raises: `ConfigError` for invalid assumptions, the fields from `decode_tokens_per_s` on. The caches are
     checked when they are created.
@@ -101,13 +103,17 @@ class ReplayConfig:
     machines: Instances = 1
     tenants: Mapping[str, Quota] = field(default_factory=dict)
     tier_tenants: Mapping[str, Mapping[str, Quota]] = field(default_factory=dict)
+    what_if: tuple[WhatIf, ...] = ()
+    what_if_sample: OneIn = ONE_IN
 
     def __post_init__(self) -> None:
         check_fields(self, "replay")
-        if self.tenants:
+        if self.tenants or self.tier_tenants:
             self._check_tenants()
         if self.shared_ram or self.machines > 1:
             self._check_shared_ram()
+        if self.what_if:
+            self._check_what_if()
 
     def _check_tenants(self) -> None:
         if self.store == ON_DEVICE_EVICTION:
@@ -121,20 +127,28 @@ class ReplayConfig:
         for tier, quotas in self.tier_tenants.items():
             if tier not in blocks:
                 raise ConfigError("tenants", tier, f"allowed as tiers: {', '.join(blocks) or 'none'}")
+            for name in quotas.keys() - {*self.tenants, OTHER}:
+                why = "a tenant of a tier needs a quota of RAM, which may be empty"
+                raise ConfigError("tenants", name, why)
             check_quotas(quotas, blocks[tier])
 
     def _check_shared_ram(self) -> None:
         problems = Problems("replay")
-        with problems:
-            if self.instances == 1:
-                raise ConfigError("shared-ram", self.shared_ram, NEEDS_INSTANCES)
-        with problems:
-            if self.instances % self.machines or not self.shared_ram:
-                why = f"with shared-ram allowed: a divisor of {self.instances}, the number of instances"
-                raise ConfigError("machines", self.machines, why)
-        with problems:
-            if self.store != ON_COMPUTE:
-                raise ConfigError("store", self.store, ONE_DEVICE)
+        if self.instances == 1:
+            problems.add("shared-ram", self.shared_ram, NEEDS_INSTANCES)
+        if self.instances % self.machines or not self.shared_ram:
+            why = f"with shared-ram allowed: a divisor of {self.instances}, the number of instances"
+            problems.add("machines", self.machines, why)
+        if self.store != ON_COMPUTE:
+            problems.add("store", self.store, ONE_DEVICE)
+        problems.check()
+
+    def _check_what_if(self) -> None:
+        problems = Problems("replay")
+        if self.store != ON_COMPUTE:
+            problems.add("store", self.store, f"with what-if allowed: {ON_COMPUTE}")
+        if self.instances > 1:
+            problems.add("instances", self.instances, "with what-if allowed: 1")
         problems.check()
 
     @property
@@ -200,30 +214,19 @@ def quotas_for(num_slots: int, capacity_blocks: int, quotas: Mapping[str, Quota]
     return {name: Quota(0, quota.max_blocks) for name, quota in quotas.items()}
 
 
-def shadows_of(trace: Trace, config: ReplayConfig, what_if: Sequence[WhatIf], one_in: int) -> Shadows:
-    """Create the shadows of a replay. Raises `ConfigError` for a victim tier, or for several instances."""
-    problems = Problems("replay")
-    with problems:
-        if config.store != ON_COMPUTE:
-            raise ConfigError("store", config.store, f"with what-if allowed: {ON_COMPUTE}")
-    with problems:
-        if config.instances > 1:
-            raise ConfigError("instances", config.instances, "with what-if allowed: 1")
-    problems.check()
+def shadows_of(trace: Trace, config: ReplayConfig) -> Shadows | None:
+    """Create the shadows of a replay; None without settings to try."""
+    if not config.what_if:
+        return None
     return Shadows(
-        what_if,
+        config.what_if,
         config.capacity_blocks,
         policy=config.policy,
         admission=config.admission,
-        one_in=one_in,
+        one_in=config.what_if_sample,
         most_blocks=trace.unique_blocks,
         refuses_unasked=not config.tiers,
     )
-
-
-def recorded_s(trace: Trace) -> float:
-    """Return the seconds from the first arrival to the last; 0 if the recording has no times."""
-    return float(np.ptp(trace.timestamps_ms)) / 1000 if trace.requests else 0.0
 
 
 def slots_needed(trace: Trace, capacity_blocks: int) -> int:
@@ -245,13 +248,11 @@ class Replay:
         shared: a tier that several instances share. It replaces the last tier of `config`.
         engine_of: with `ReplayConfig.shared_ram`, the engine of each request; None: by the routing.
         observer: receives every decision; None: no observer.
-        what_if: settings to try on a sample of the blocks. With one engine and ``on-compute`` only.
-        what_if_sample: the sample has one block in this many.
 
     Attributes:
         hits_per_request: number of prefix hits of each request, on device and tiers together; int32.
         manager: the manager of the engine that serves the current request.
-        shadows: the shadows for the settings in `what_if`; None without settings.
+        shadows: the shadows for the settings in `ReplayConfig.what_if`; None without settings.
     """
 
     def __init__(
@@ -264,8 +265,6 @@ class Replay:
         shared: SecondaryTier | None = None,
         engine_of: npt.NDArray[np.int32] | None = None,
         observer: Observer | None = None,
-        what_if: Sequence[WhatIf] = (),
-        what_if_sample: int = ONE_IN,
     ) -> None:
         self._trace, self._config, self._data = trace, config, data
         self._log = DecisionLog(decisions)
@@ -279,6 +278,8 @@ class Replay:
             raise ConfigError(
                 "store", config.store, "it needs a device cache: set device_blocks to 1 or more"
             )
+        # Before the tiers are opened, because it refuses a setting with an unknown policy.
+        self.shadows = shadows_of(trace, config)
         num_slots = slots_needed(trace, config.pool_blocks)
         self._members = list[TieredManager]()
         if config.tiers:
@@ -289,7 +290,7 @@ class Replay:
                 FINGERPRINT,
                 counts_blocks=True,
                 clock=lambda: float(trace.timestamps_ms[self._request]) / 1000,
-                recorded_s=recorded_s(trace),
+                recorded_s=trace.duration_s,
             )
             self._members = open_members(
                 config.tiers, ram, owner, config.engines_of_pool, shared, **config.manager_options(num_slots)
@@ -316,7 +317,6 @@ class Replay:
         self._watch: Watch | None = None
         if observer is not None:
             self._watch = Watch(observer, trace, self.manager, self._keys, followed)
-        self.shadows = shadows_of(trace, config, what_if, what_if_sample) if what_if else None
         # Code of the block in each slot, for the decision log.
         self._held = np.full(num_slots, -1, np.int32)
         self.hits_per_request = np.zeros(trace.requests, np.int32)
@@ -612,7 +612,7 @@ class Replay:
             routing=config.routing if config.instances > 1 else "",
             hit_blocks_of_others=self._engines.hit_blocks_of_others,
             what_if_sample=0 if self.shadows is None else self.shadows.one_in,
-            what_if=self._what_if_reports(),
+            what_if=self._estimates(),
             tenants=self._tenant_reports(),
         )
 
@@ -643,12 +643,12 @@ class Replay:
             for number, name in enumerate(names)
         ]
 
-    def _what_if_reports(self) -> list[WhatIfReport]:
-        """Process the pending requests in the shadows, and create the report of each setting."""
+    def _estimates(self) -> list[Estimate]:
+        """Process the pending requests in the shadows, and estimate the hit ratio of each setting."""
         if self.shadows is None:
             return []
         self.shadows.work()
-        return [*map(WhatIfReport.of, self.shadows.estimates())]
+        return self.shadows.estimates()
 
     def _tier_reports(self) -> list[TierReport]:
         """Create a report for RAM and one for each tier behind it.

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import msgspec
 
+from kvoffload.text import Report
 from kvoffload.whatif.estimate import Estimate
 
 
+def sums_of(reports: Iterable[object], *names: str) -> dict[str, Any]:
+    """Sum these fields of several reports."""
+    listed = list(reports)
+    return {name: sum(getattr(report, name) for report in listed) for name in names}
+
+
 class HeldBlocks(msgspec.Struct, frozen=True):
-    """Blocks of a tenant in a tier with quotas.
+    """Blocks of a tenant in RAM, or in a tier with quotas.
 
     Attributes:
         min_blocks, max_blocks: the quota; `max_blocks` null for no limit.
@@ -57,59 +67,21 @@ class TierReport(msgspec.Struct, frozen=True, kw_only=True):
     tenants: list[HeldBlocks] = []
 
 
-class TenantReport(msgspec.Struct, frozen=True, kw_only=True):
+class TenantReport(HeldBlocks, frozen=True, kw_only=True):
     """Counters of a tenant with a quota of RAM, or of all other requests: ``other``.
 
+    The quota holds for each instance.
+
     Attributes:
-        min_blocks, max_blocks: the quota of each instance; `max_blocks` null for no limit.
         block_refs: block references of the tenant's requests.
         prefix_hit_blocks: block references among them that were prefix hits.
-        blocks_held: blocks in RAM at the end that the tenant owns.
-        blocks_evicted: blocks of the tenant that RAM evicted.
     """
 
-    tenant: str
-    min_blocks: int
-    max_blocks: int | None
     block_refs: int
     prefix_hit_blocks: int
-    blocks_held: int
-    blocks_evicted: int
 
 
-class WhatIfReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Estimated hit ratio of one setting. All ratios are shares of the blocks that were looked up in RAM.
-
-    Attributes:
-        setting: the changed options; ``current`` for none.
-        hit_ratio: the estimated hit ratio.
-        error: half the width of the 95 % interval of `hit_ratio`.
-        gain: `hit_ratio` minus the hit ratio of ``current``.
-        gain_error: half the width of the 95 % interval of `gain`.
-        is_better: true if the gain is larger than its error.
-    """
-
-    setting: str
-    hit_ratio: float
-    error: float
-    gain: float
-    gain_error: float
-    is_better: bool
-
-    @classmethod
-    def of(cls, estimate: Estimate) -> WhatIfReport:
-        """Create the report of an estimate."""
-        return cls(
-            setting=estimate.setting,
-            hit_ratio=estimate.hit_ratio,
-            error=estimate.error,
-            gain=estimate.gain,
-            gain_error=estimate.gain_error,
-            is_better=estimate.is_better,
-        )
-
-
-class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
+class ReplayReport(Report, frozen=True, kw_only=True):
     """Outcome of one replay; the fields are the keys of its JSON object.
 
     A *block reference* is one block of one request. Hits are counted along the prefix: a request hits its
@@ -207,9 +179,5 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     shared_ram: bool = False
     hit_blocks_of_others: int = 0
     what_if_sample: int = 0
-    what_if: list[WhatIfReport] = []
-    tenants: list[TenantReport] = []
-
-    def to_json(self) -> bytes:
-        """Encode as one indented JSON object."""
-        return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
+    what_if: list[Estimate] = msgspec.field(default_factory=list)
+    tenants: list[TenantReport] = msgspec.field(default_factory=list)

@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -37,8 +38,7 @@ MissArray = npt.NDArray[np.int64]
 """Number of sampled misses in each group of keys, shape ``(GROUPS,)``."""
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(msgspec.Struct, frozen=True):
     """The hit ratio that a setting would have, as a share of the looked-up blocks.
 
     Attributes:
@@ -47,6 +47,7 @@ class Estimate:
         error: half the width of the 95 % interval of `hit_ratio`.
         gain: `hit_ratio` minus the estimate for the current setting, on the same sample.
         gain_error: half the width of the 95 % interval of `gain`.
+        is_better: True if `gain` exceeds `gain_error`.
     """
 
     setting: str
@@ -54,11 +55,15 @@ class Estimate:
     error: float
     gain: float = 0.0
     gain_error: float = 0.0
+    is_better: bool = False
 
-    @property
-    def is_better(self) -> bool:
-        """True if `gain` exceeds `gain_error`."""
-        return self.gain > self.gain_error
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "is_better", self.gain > self.gain_error)
+
+
+def with_error(share: float, error: float, sign: str = "") -> str:
+    """Format a share with half the width of its interval: ``16.6 ±2.2 %``."""
+    return f"{100 * share:{sign}.1f} ±{100 * error:.1f} %"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvoffload.core.request import RequestContext
 from kvoffload.whatif.background import Background
-from kvoffload.whatif.estimate import Estimate
+from kvoffload.whatif.estimate import Estimate, with_error
 from kvoffload.whatif.sample import Sample
 from kvoffload.whatif.shadows import Shadows
 
@@ -191,11 +191,7 @@ def advice(estimates: Sequence[Estimate]) -> str:
         return ""
     best = max(better, key=lambda estimate: estimate.gain - estimate.gain_error)
     return (
-        f"what_if: with {best.setting} RAM would serve {_percent(best.hit_ratio, best.error)} of the "
-        f"looked-up blocks instead of {_percent(estimates[0].hit_ratio, estimates[0].error)}: "
-        f"{_percent(best.gain, best.gain_error, '+')} (95 % interval)"
+        f"what_if: with {best.setting} RAM would serve {with_error(best.hit_ratio, best.error)} of the "
+        f"looked-up blocks instead of {with_error(estimates[0].hit_ratio, estimates[0].error)}: "
+        f"{with_error(best.gain, best.gain_error, '+')} (95 % interval)"
     )
-
-
-def _percent(share: float, error: float, sign: str = "") -> str:
-    return f"{100 * share:{sign}.1f} ±{100 * error:.1f} %"

@@ -36,10 +36,10 @@ class Shadows:
         most_blocks: number of different blocks in all requests, if known. It limits the slots of the shadows.
         refuses_unasked: as for `OffloadingManager`; False if the serving manager has tiers behind RAM.
         seed: selects the sampled blocks.
-        on_failure: called with the label and the error of a setting whose policy or rule has failed. Its
-            shadow is removed. None: the error is raised.
 
     Attributes:
+        on_failure: called with the label and the error of a setting whose policy or rule has failed. Its
+            shadow is removed. None, the default: the error is raised.
         members: the shadows, the current setting's first; a failed shadow is removed.
         num_looked_up: number of looked-up blocks of the requests that the shadows have served since the
             second-last call of `rotate`.
@@ -64,10 +64,9 @@ class Shadows:
         most_blocks: int = 1 << 60,
         refuses_unasked: bool = True,
         seed: int = 0,
-        on_failure: Callable[[str, Exception], None] | None = None,
     ) -> None:
         self.one_in, self.seed = check_integer("what_if_sample", one_in, MOST_ONE_IN), seed
-        self.on_failure = on_failure
+        self.on_failure: Callable[[str, Exception], None] | None = None
         self.members, problems = list[Shadow](), Problems("what_if")
         for number, setting in enumerate((WhatIf(), *settings)):
             with problems:
