@@ -131,7 +131,8 @@ class Parts:
         try:
             if self._cut is not None:
                 self._poll_cut(self._cut)
-            elif self._header is not None and self._rotates and self._is_large():
+            elif self._rotates and self._sizes[self.path] >= self._max_bytes // PARTS:
+                assert self._header is not None, "recordings rotate from their header on"
                 self._rotate(self._header)
         except OSError as error:
             self.stop(error.strerror or str(error))
@@ -202,9 +203,6 @@ class Parts:
 
     # ---- rotation
 
-    def _is_large(self) -> bool:
-        return self._sizes[self.path] >= self._max_bytes // PARTS
-
     @property
     def _beginning(self) -> Path:
         """The file to which a cut writes the beginning of the current part."""
@@ -243,15 +241,11 @@ class Parts:
             )
         if problem:
             self._end_rotation(problem)
-        elif self._make_room_for_state(num_bytes):
+        elif self._make_room(num_bytes):
             self._complete_beginning()
+        else:
+            self._end_rotation("the replay of a part took too long: the recording is at its limit")
         self._end_cut(cut)
-
-    def _make_room_for_state(self, num_bytes: int) -> bool:
-        if self._make_room(num_bytes):
-            return True
-        self._end_rotation("the replay of a part took too long: the recording is at its limit")
-        return False
 
     def _complete_beginning(self) -> None:
         """Replace the header of the current part by the beginning that the cut has written."""

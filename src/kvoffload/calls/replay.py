@@ -60,7 +60,11 @@ class _Result(NamedTuple):
     """The result of a call, in the form of `Record.further`, and its plan."""
 
     words: list[int]
-    plan: LoadPlan | StorePlan | None
+    plan: LoadPlan | StorePlan | None = None
+
+    @classmethod
+    def of_load(cls, plan: LoadPlan) -> _Result:
+        return cls(plan.slots.tolist(), plan)
 
 
 @dataclass
@@ -242,16 +246,16 @@ class CallReplay:
         request = self._request(record)
         keys = self._batch(record, request)
         expected = [] if record.flags & FAILED else record.further.tolist()
-        error, result = "", _Result([], None)
+        error, result = "", _Result([])
         try:
-            result = _CALLS[record.call](self, record, request, keys)
+            result = _CALLS[record.call](self, record, request, keys) or _Result([0])
         except PolicyError:
             # A kernel has recorded the row of the wrong victim. A policy in Python does not report the row.
             error = raised if expected and expected[0] <= FIRST_WRONG else PolicyError.__name__
-            result = _Result(expected, None)
+            result = _Result(expected)
         except MisuseError as misuse:
             is_recorded = record.call in (Call.PREPARE_LOAD, Call.PIN) and min(expected, default=0) < 0
-            error, result = "" if is_recorded else type(misuse).__name__, _Result(expected, None)
+            error, result = "" if is_recorded else type(misuse).__name__, _Result(expected)
         except Exception as problem:
             error = type(problem).__name__
         if record.call in _MAKE_PLANS and (record.call is not Call.PREPARE_STORE or expected[:1] >= [0]):
@@ -321,7 +325,7 @@ class CallReplay:
     def _end_plan(self, record: Record, request: _Request, keys: Keys) -> _Result:
         slots, is_part = record.further[1:], bool(record.further[0] & IS_PART)
         if is_part and not len(slots):
-            return _Result(record.further.tolist(), None)  # an empty part; its plan may have ended
+            return _Result(record.further.tolist())  # an empty part; its plan may have ended
         opened = self._plans[record.subject]
         damaged, self._damaged = self._damaged, _NO_ROWS
         plan = opened.plan
@@ -337,62 +341,28 @@ class CallReplay:
             self.manager.unpin(plan, damaged)
         else:
             self.manager.complete_load(plan, damaged)
-        return _Result(record.further.tolist(), None)
-
-    def _path_grows(self, record: Record, request: _Request, keys: Keys) -> _Result:
-        return _Result([0], None)
-
-    def _expect(self, record: Record, request: _Request, keys: Keys) -> _Result:
-        self.manager.expect(request.ctx)
-        return _Result([0], None)
-
-    def _withdraw(self, record: Record, request: _Request, keys: Keys) -> _Result:
-        self.manager.withdraw(request.ctx)
-        return _Result([0], None)
+        return _Result(record.further.tolist())
 
     def _lookup(self, record: Record, request: _Request, keys: Keys) -> _Result:
         num_ready, stopped_by = self.manager.lookup(keys, request.ctx)
-        return _Result([~num_ready if stopped_by is LookupResult.HIT_PENDING else num_ready], None)
+        return _Result([~num_ready if stopped_by is LookupResult.HIT_PENDING else num_ready])
 
-    def _touch(self, record: Record, request: _Request, keys: Keys) -> _Result:
-        self.manager.touch(keys, request.ctx)
-        return _Result([0], None)
-
-    def _keep_path(self, record: Record, request: _Request, keys: Keys) -> _Result:
+    def _keep_path(self, record: Record, request: _Request, keys: Keys) -> None:
         request.path_at_end = keys
-        return _Result([0], None)
-
-    def _finish_request(self, record: Record, request: _Request, keys: Keys) -> _Result:
-        self.manager.finish_request(request.ctx, request.path_at_end, hints=request.hints_at_end)
-        return _Result([0], None)
-
-    def _prepare_load(self, record: Record, request: _Request, keys: Keys) -> _Result:
-        plan = self.manager.prepare_load(keys, request.ctx)
-        return _Result(plan.slots.tolist(), plan)
-
-    def _pin(self, record: Record, request: _Request, keys: Keys) -> _Result:
-        plan = self.manager.pin(keys)
-        return _Result(plan.slots.tolist(), plan)
 
     def _prepare_store(self, record: Record, request: _Request, keys: Keys) -> _Result:
         plan = self.manager.prepare_store(keys, request.ctx, admitted=bool(record.flags & ADMITTED))
         if plan is None:
-            return _Result([NO_ROOM], None)
+            return _Result([NO_ROOM])
         missing = plan.missing_rows
         numbers = [len(plan), len(missing), plan.num_dropped, plan.num_refused, len(plan) - plan.num_evicted]
         return _Result([*numbers, *plan.slots.tolist(), *_runs_of(missing)], plan)
-
-    def _keep(self, record: Record, request: _Request, keys: Keys) -> _Result:
-        return _Result([self.manager.keep(keys)], None)
-
-    def _discard(self, record: Record, request: _Request, keys: Keys) -> _Result:
-        return _Result([self.manager.discard(keys)], None)
 
     def _reset(self, record: Record, request: _Request, keys: Keys) -> _Result:
         self.manager.reset(drop_in_flight=bool(record.further[0]))
         if record.further[0]:
             self._plans.clear()  # the ends of these plans are not recorded
-        return _Result(record.further.tolist(), None)
+        return _Result(record.further.tolist())
 
 
 class _Results(NamedTuple):
@@ -406,22 +376,27 @@ class _Results(NamedTuple):
 
 _ENDS = (Call.COMPLETE_LOAD, Call.UNPIN, Call.COMPLETE_STORE)
 _MAKE_PLANS = (Call.PREPARE_LOAD, Call.PIN, Call.PREPARE_STORE)
-_CALLS: dict[Call, Callable[[CallReplay, Record, _Request, Keys], _Result]] = {
-    Call.EXTEND: CallReplay._path_grows,
-    Call.EXPECT: CallReplay._expect,
-    Call.WITHDRAW: CallReplay._withdraw,
+_CALLS: dict[Call, Callable[[CallReplay, Record, _Request, Keys], _Result | None]] = {
+    Call.EXTEND: lambda replay, record, request, keys: None,
+    Call.EXPECT: lambda replay, record, request, keys: replay.manager.expect(request.ctx),
+    Call.WITHDRAW: lambda replay, record, request, keys: replay.manager.withdraw(request.ctx),
     Call.LOOKUP: CallReplay._lookup,
-    Call.TOUCH: CallReplay._touch,
+    Call.TOUCH: lambda replay, record, request, keys: replay.manager.touch(keys, request.ctx),
     Call.TOUCH_PATH: CallReplay._keep_path,
-    Call.FINISH: CallReplay._finish_request,
-    Call.PREPARE_LOAD: CallReplay._prepare_load,
-    Call.PIN: CallReplay._pin,
+    Call.FINISH: lambda replay, record, request, keys: replay.manager.finish_request(
+        request.ctx, request.path_at_end, hints=request.hints_at_end
+    ),
+    Call.PREPARE_LOAD: lambda replay, record, request, keys: _Result.of_load(
+        replay.manager.prepare_load(keys, request.ctx)
+    ),
+    Call.PIN: lambda replay, record, request, keys: _Result.of_load(replay.manager.pin(keys)),
     Call.PREPARE_STORE: CallReplay._prepare_store,
-    Call.KEEP: CallReplay._keep,
-    Call.DISCARD: CallReplay._discard,
+    Call.KEEP: lambda replay, record, request, keys: _Result([replay.manager.keep(keys)]),
+    Call.DISCARD: lambda replay, record, request, keys: _Result([replay.manager.discard(keys)]),
     Call.RESET: CallReplay._reset,
     **dict.fromkeys(_ENDS, CallReplay._end_plan),
 }
+"""Replays of the calls. None stands for the result of a call that returns nothing: one 0."""
 
 
 def _calls(records: Iterator[Record]) -> Iterator[tuple[Record, str]]:

@@ -18,35 +18,11 @@ from kvoffload.errors import ConfigError
 Tokenize: TypeAlias = Callable[[str], list[int] | None]
 """Function that returns the token ids of a text, or None if the server has no tokenizer endpoint."""
 
-_THINGS = [
-    "lamp",
-    "kettle",
-    "ladder",
-    "mirror",
-    "basket",
-    "saddle",
-    "anchor",
-    "violin",
-    "bottle",
-    "candle",
-    "hammer",
-    "pillow",
-]
+_THINGS = ["lamp", "kettle", "ladder", "mirror", "basket", "saddle", "anchor", "violin", "bottle", "candle",
+           "hammer", "pillow"]  # fmt: skip
 _COLOURS = ["red", "green", "blue", "black", "white", "yellow", "purple", "orange", "brown", "grey"]
-_CITIES = [
-    "Oslo",
-    "Lima",
-    "Cairo",
-    "Quito",
-    "Delhi",
-    "Seoul",
-    "Turin",
-    "Perth",
-    "Lyon",
-    "Dakar",
-    "Osaka",
-    "Porto",
-]
+_CITIES = ["Oslo", "Lima", "Cairo", "Quito", "Delhi", "Seoul", "Turin", "Perth", "Lyon", "Dakar", "Osaka",
+           "Porto"]  # fmt: skip
 _CHARACTERS_PER_TOKEN = 4
 _FAMILY_SHARE = 3
 """Number of prompts in a family: prompts with a common beginning, or the turns of one conversation."""
@@ -110,14 +86,14 @@ def generated(
     Raises: `ConfigError` if the server's tokenizer maps English text to too few different tokens.
     """
     rng, lengths = random.Random(seed), sizes.lengths()
-    build = _Builder(rng, sizes.longest, tokenize, token_ids)
+    build = _Builder(rng, tokenize, token_ids)
     prompts: list[Prompt] = []
     while len(prompts) < num_prompts:
         number, kind = len(prompts), len(prompts) % (4 * _FAMILY_SHARE)
         # Use every length once before a length repeats, in an order that mixes short and long.
         length = lengths[(number * 7 + number // len(lengths)) % len(lengths)]
         if kind < 2 * _FAMILY_SHARE:
-            prompts.append(Prompt(f"alone-{number}-{length}", build.alone(length), f"alone-{number}"))
+            prompts.append(Prompt(f"alone-{number}-{length}", build.turns([length])[0], f"alone-{number}"))
             continue
         family = f"{'shared' if kind < 3 * _FAMILY_SHARE else 'turns'}-{number}"
         turns = sorted(rng.choice(lengths) for _ in range(_FAMILY_SHARE))
@@ -130,11 +106,8 @@ def generated(
 
 
 class _Builder:
-    def __init__(self, rng: random.Random, longest: int, tokenize: Tokenize, ids: range | None) -> None:
-        self._rng, self._longest, self._tokenize, self._ids = rng, longest, tokenize, ids
-
-    def alone(self, length: int) -> str | tuple[int, ...]:
-        return self.turns([length])[0]
+    def __init__(self, rng: random.Random, tokenize: Tokenize, ids: range | None) -> None:
+        self._rng, self._tokenize, self._ids = rng, tokenize, ids
 
     def turns(self, lengths: Sequence[int]) -> list[str | tuple[int, ...]]:
         """Build prompts. Each begins with the records of the previous prompt."""

@@ -8,7 +8,7 @@ from enum import Enum
 import msgspec
 
 from kvoffload.check.served import GPU, PLACES, RAM, TIERS, Served
-from kvoffload.replay.report import ReplayReport
+from kvoffload.replay.report import ReplayReport, sums_of
 from kvoffload.simulate.report import TimedReport
 from kvoffload.text import duration, percent, size
 from kvoffload.traces.trace import Trace
@@ -48,12 +48,9 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of_replay(cls, report: ReplayReport, trace: Trace, block_bytes: int | None) -> Prediction:
         """Return the prediction of ``replay``. `block_bytes`: bytes of KV in a block; None if unknown."""
-        hits, stored = (
-            [tier.hit_blocks for tier in report.tiers],
-            report.blocks_written - report.blocks_promoted,
-        )
+        stored = report.blocks_written - report.blocks_promoted
         return _prediction(
-            report, trace, report.device_hit_blocks, hits,
+            report, trace, report.device_hit_blocks, [tier.hit_blocks for tier in report.tiers],
             loaded_bytes=None if block_bytes is None else block_bytes * report.offload_hit_blocks,
             stored_bytes=None if block_bytes is None else block_bytes * stored,
         )  # fmt: skip
@@ -76,10 +73,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         """
         return msgspec.structs.replace(
             engines[0],
-            requests=sum(engine.requests for engine in engines),
-            prompt_tokens=sum(engine.prompt_tokens for engine in engines),
+            **sums_of(engines, "requests", "prompt_tokens", "capacity_blocks"),
             hit_tokens={place: sum(engine.hit_tokens[place] for engine in engines) for place in PLACES},
-            capacity_blocks=sum(engine.capacity_blocks for engine in engines),
             instances=len(engines),
             loaded_bytes=_sum(engine.loaded_bytes for engine in engines),
             stored_bytes=_sum(engine.stored_bytes for engine in engines),

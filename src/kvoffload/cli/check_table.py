@@ -13,6 +13,7 @@ from kvoffload.cli.output import Lines, show, terminal_table
 from kvoffload.pages.check import check_sentences, check_table
 from kvoffload.replay.report import ReplayReport
 from kvoffload.simulate.report import TimedReport
+from kvoffload.text import as_json
 
 _EXIT_CODES = {Verdict.CLOSE: 0, Verdict.DIFFERENT: 1, Verdict.NOT_COMPARABLE: 3}
 
@@ -29,8 +30,7 @@ def show_checked(
     json = report.to_json()
     if checked is not None:
         table = Group(table, checked_table(checked))
-        merged = {**msgspec.to_builtins(report), "check": checked}
-        json = msgspec.json.format(msgspec.json.encode(merged), indent=2) + b"\n"
+        json = as_json({**msgspec.to_builtins(report), "check": checked})
     show(json, table, is_json=is_json, output=output)
 
 

@@ -18,7 +18,7 @@ from kvoffload.cli.output import Terminal, properties, terminal_table
 from kvoffload.cli.text import difference_lines
 from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.pages.page import Table
-from kvoffload.text import duration, percent, size
+from kvoffload.text import counted, duration, percent, size
 from kvoffload.tiers.disk.inspection import Problem, SlabReport, find_slabs, opened
 from kvoffload.tiers.disk.inspection import compact as compact_slab
 from kvoffload.tiers.disk.inspection import delete as delete_slabs
@@ -124,7 +124,7 @@ def rm(options: DeleteOptions) -> None:
     """
     slabs = find_slabs(options.path)
     file_bytes = size(sum(slab.stat().st_size for slab in slabs))
-    summary_line = f"{len(slabs):,} slab{'s' * (len(slabs) > 1)} of {file_bytes} in {slabs[0].parent}"
+    summary_line = f"{counted(len(slabs), 'slab')} of {file_bytes} in {slabs[0].parent}"
     if not options.yes:
         click.confirm(f"Delete {summary_line}?", abort=True)
     delete_slabs(slabs)

@@ -121,14 +121,7 @@ def _blocks(report: dict[str, Any]) -> str:
 def _row(report: dict[str, Any]) -> tuple[str, ...]:
     idle = "" if report["is_used"] else duration(report["idle_s"])
     memory, engines = size(report["bytes"]), f"{len(report['pids'])}"
-    return (
-        report["name"],
-        memory,
-        _blocks(report),
-        engines,
-        idle,
-        duration(report["keep_s"]),
-    )
+    return report["name"], memory, _blocks(report), engines, idle, duration(report["keep_s"])
 
 
 def _properties(report: dict[str, Any]) -> list[tuple[str, Any]]:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 from click.core import ParameterSource
 from rich.console import Group, RenderableType
 
@@ -20,6 +19,7 @@ from kvoffload.cli.output import Lines, progress_bar, properties, show, terminal
 from kvoffload.core.log import Call
 from kvoffload.errors import CombinedConfigError, ConfigError
 from kvoffload.pages.page import Table
+from kvoffload.text import as_json
 
 _MEANINGFUL = ("trace", "as_recorded", "form", "output", "force", "quiet")
 _SHOWN_BLOCKS, _SHOWN_NUMBERS = 20, 32
@@ -57,20 +57,21 @@ def replay_calls(path: Path, *, is_json: bool, output: Path | None, quiet: bool)
 
 def report_of(outcome: Outcome, path: Path) -> bytes:
     """Encode an outcome as JSON."""
-    report = {
-        "recording": path.name,
-        "configuration": outcome.header,
-        "calls": dict(outcome.calls),
-        "num_calls": outcome.num_calls,
-        "equal": outcome.difference is None,
-        "difference": outcome.difference,
-        "end": outcome.end or None,
-        "first_part": outcome.header.part,
-        "num_parts": outcome.num_parts,
-        "cut_bytes": outcome.num_cut,
-        "warnings": outcome.warnings,
-    }
-    return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
+    return as_json(
+        {
+            "recording": path.name,
+            "configuration": outcome.header,
+            "calls": dict(outcome.calls),
+            "num_calls": outcome.num_calls,
+            "equal": outcome.difference is None,
+            "difference": outcome.difference,
+            "end": outcome.end or None,
+            "first_part": outcome.header.part,
+            "num_parts": outcome.num_parts,
+            "cut_bytes": outcome.num_cut,
+            "warnings": outcome.warnings,
+        }
+    )
 
 
 def table(outcome: Outcome, path: Path) -> RenderableType:

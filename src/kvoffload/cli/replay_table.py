@@ -9,6 +9,7 @@ from kvoffload.cli.output import Lines, terminal_table
 from kvoffload.pages.page import Table
 from kvoffload.replay.report import ReplayReport
 from kvoffload.text import duration, outside_blocks, percent, size
+from kvoffload.whatif.estimate import with_error
 from kvoffload.whatif.setting import CURRENT
 
 _ENOUGH_TO_MEASURE = 10_000
@@ -105,18 +106,14 @@ def _what_if(report: ReplayReport) -> Table:
     cells = [
         (
             row.setting,
-            _with_error(row.hit_ratio, row.error),
-            "" if row.setting == CURRENT else _with_error(row.gain, row.gain_error, "+"),
+            with_error(row.hit_ratio, row.error),
+            "" if row.setting == CURRENT else with_error(row.gain, row.gain_error, "+"),
         )
         for row in report.what_if
     ]
     marks = ["good" if row.is_better else "" for row in report.what_if]
     title = f"What if: hits of the blocks looked up in RAM, by a sample of 1 in {report.what_if_sample}"
     return Table(title, ("Setting of RAM", "hits#", "gain#"), cells, marks)
-
-
-def _with_error(share: float, error: float, sign: str = "") -> str:
-    return f"{100 * share:{sign}.1f} ±{100 * error:.1f} %"
 
 
 def _summary(report: ReplayReport) -> RenderableType:

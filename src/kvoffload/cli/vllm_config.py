@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import click
 from click.core import ParameterSource
 
-from kvoffload.cli.options import CONFIG, Store, TiersOptions, option, options_of, warn, warn_of_small_tiers
+from kvoffload.cli.options import CONFIG, Store, option, options_of, warn, warn_of_small_tiers
 from kvoffload.core.plans import ON_DEVICE_EVICTION
 from kvoffload.errors import CombinedConfigError, ConfigError
 from kvoffload.integrations.vllm.shared.options import VERIFY, VLLMS_NAMES, parse_options
@@ -35,7 +35,7 @@ _MOST_RAM_BYTES = 64 * 2**40
 
 
 @dataclass(frozen=True, kw_only=True)
-class VLLMConfigOptions(TiersOptions):
+class VLLMConfigOptions:
     ram: str = option(help="RAM for blocks, of all workers together: 64GiB.", setting="ram")
     policy: str | None = option(
         None, "Eviction policy: see `kvoffload policies`.  [default: lru]", setting="policy"
@@ -106,26 +106,17 @@ def vllm_config(options: VLLMConfigOptions) -> None:
     `--store on-device-eviction` and `--record` turn `--connector` on, because they need it. RAM is the total
     of all workers of one engine, on all machines, as in vLLM.
     """
-    given = {
-        "cpu_bytes_to_use": options.ram,
-        "eviction_policy": options.policy,
-        "admission": options.admission,
-        "store": options.store,
-        "verify": options.verify,
+    typed = vars(options) | {
         "tiers": list(options.tiers) or None,
-        "offload_prompt_only": False if options.all_tokens else None,
-        "blocks_per_chunk": options.blocks_per_chunk,
-        "tier_deadline_s": options.tier_deadline_s,
-        "recompute_tokens_per_s": options.recompute_tokens_per_s,
-        "audit": options.audit,
-        "record": options.record,
-        "record_max_bytes": options.record_max_bytes,
-        "live_settings": options.live_settings,
-        "tenants": options.tenants,
+        "all_tokens": False if options.all_tokens else None,  # the opposite of `offload_prompt_only`
         "what_if": ";".join(options.what_if) or None,
-        "what_if_sample": options.what_if_sample,
     }
-    given = {name: value for name, value in given.items() if value is not None and not _is_default(name)}
+    printed = _PRINTED | {"all_tokens": "offload_prompt_only"}
+    given = {
+        printed.get(name, name): value
+        for name, value in typed.items()
+        if value is not None and name not in ("connector", "form") and not _is_default(name)
+    }
     # Options that are set only in the file or the environment are added to the flag.
     merged = gathered({**given, "config": click.get_current_context().meta[CONFIG]}, OF_ENGINES, VLLMS_NAMES)
     given |= {_PRINTED.get(name, name): value for name, value in merged.items() if name != "config"}
@@ -159,7 +150,7 @@ def _is_default(name: str) -> bool:
 
     The list of tiers does not count, because the command has converted it to texts.
     """
-    source = click.get_current_context().get_parameter_source(_OPTIONS.get(name, name))
+    source = click.get_current_context().get_parameter_source(name)
     return source is ParameterSource.DEFAULT_MAP and name != "tiers"
 
 

@@ -35,11 +35,11 @@ class Alarm:
 
     name: str
     template: str
-    hold: str
     severity: Literal["critical", "warning", "info"]
     summary: str
     cause: str
     remedy: str
+    hold: str = ""
 
     def expression(self, prefix: str) -> str:
         """Return the expression in PromQL, for metrics with this prefix."""
@@ -146,7 +146,6 @@ ALARMS: Final = (
     Alarm(
         name="KVOffloadWrongAnswers",
         template='kvoffload_canary_result{result="different"} == 1',
-        hold="",
         severity="critical",
         summary="The canary's last run at {{ $labels.instance }} got wrong answers from the caches",
         cause="Answers from the caches differ by more than the engine's own noise.",
@@ -157,7 +156,6 @@ ALARMS: Final = (
     Alarm(
         name="KVOffloadWrongBlocks",
         template='PREFIX_audited_blocks_total{result="different"} > 0',
-        hold="",
         severity="critical",
         summary="An audit found {{ $value | humanize }} wrong blocks at {{ $labels.instance }}",
         cause="A stored block differs from the block that the engine computed: the copy, the layout or the "
@@ -188,7 +186,6 @@ ALARMS: Final = (
     Alarm(
         name="KVOffloadPaused",
         template="PREFIX_paused == 1",
-        hold="",
         severity="critical",
         summary="Nothing is offloaded at {{ $labels.instance }} until a reset",
         cause="An internal error of kvoffload, or an audit with `on_difference` `stop`, has paused "
@@ -200,7 +197,6 @@ ALARMS: Final = (
     Alarm(
         name="KVOffloadInternalError",
         template=_grew("internal_errors_total", "1h"),
-        hold="",
         severity="critical",
         summary="A bug of kvoffload at {{ $labels.instance }} in the last hour",
         cause="An exception inside kvoffload. The engine continues. vLLM's plug-in then offloads nothing "
@@ -210,7 +206,6 @@ ALARMS: Final = (
     Alarm(
         name="KVOffloadDamagedMemory",
         template=_grew("verification_failures_total", "1h"),
-        hold="",
         severity="warning",
         summary="{{ $value | humanize }} blocks in RAM at {{ $labels.instance }} failed their checksum",
         cause="Bytes in RAM changed after they were stored. The blocks were computed again, so answers are "
@@ -221,7 +216,6 @@ ALARMS: Final = (
     Alarm(
         name="KVOffloadDamagedTier",
         template=_grew("tier_mismatches_total", "1h"),
-        hold="",
         severity="warning",
         summary="{{ $value | humanize }} blocks of {{ $labels.tier }} failed their checksum",
         cause="A disk or server returned bytes that differ from the written bytes. The blocks were computed "
@@ -233,7 +227,6 @@ ALARMS: Final = (
     Alarm(
         name="KVOffloadFailedLoads",
         template=_grew("failed_load_blocks_total", "30m"),
-        hold="",
         severity="warning",
         summary="{{ $value | humanize }} blocks at {{ $labels.instance }} could not be loaded",
         cause="A copy from RAM to the device failed. The blocks were computed again if "

@@ -163,18 +163,10 @@ def _families() -> Iterator[Family]:
         yield Family(name, False, text)
     yield Family(MISSES, True, "Blocks looked up and not loaded, by reason.", ("reason",), LIVE_REASONS)
     yield Family(REFUSED, True, "Blocks offered and not stored, by reason.", ("reason",), REASONS)
-    yield Family(
-        NOT_PROMOTED,
-        True,
-        "Blocks found in a tier and not loaded from it, by reason.",
-        ("reason",),
-        NOT_PROMOTED_REASONS,
-    )
-    yield Family(
-        NOT_OFFERED,
-        True,
-        "Blocks evicted from RAM before a tier could take them: the tier writes too slowly.",
-    )
+    text = "Blocks found in a tier and not loaded from it, by reason."
+    yield Family(NOT_PROMOTED, True, text, ("reason",), NOT_PROMOTED_REASONS)
+    text = "Blocks evicted from RAM before a tier could take them: the tier writes too slowly."
+    yield Family(NOT_OFFERED, True, text)
     yield Family(POLICY, False, "State of the eviction policy.", ("policy", "name"))
     for name, text in TENANT_COUNTERS.items():
         yield Family(name, True, text, ("tenant",))
@@ -192,16 +184,10 @@ def _families_of_vllm() -> Iterator[Family]:
     yield Family(PAUSED, False, text, is_of_vllm=True)
     text = "Seconds for which the reason of an absent block is remembered; older reasons are unknown."
     yield Family(REACH, False, text, is_of_vllm=True)
-    for name, text, label, values in (
-        (KV_HINT_ACTIONS, "Actions in the kv_hints of requests.", "action", KV_HINTS),
-        (
-            AUDITED_BLOCKS,
-            "With audit: blocks compared with computed ones, by result.",
-            "result",
-            AUDIT_RESULTS,
-        ),
-    ):  # fmt: skip
-        yield Family(name, True, text, (label,), values, is_of_vllm=True)
+    text = "Actions in the kv_hints of requests."
+    yield Family(KV_HINT_ACTIONS, True, text, ("action",), KV_HINTS, is_of_vllm=True)
+    text = "With audit: blocks compared with computed ones, by result."
+    yield Family(AUDITED_BLOCKS, True, text, ("result",), AUDIT_RESULTS, is_of_vllm=True)
     text = "With audit: requests that were computed although RAM held their blocks."
     yield Family(AUDITED_REQUESTS, True, text, is_of_vllm=True)
     text = "With audit: largest difference that counted as rounding, relative to the values."

@@ -34,6 +34,8 @@ _VLLMS = {
     "vllm:kv_offload_store_bytes_total": "store_bytes",
 }
 """vLLM's name of a counter -> name in this module."""
+_RATES = {name: name for name in _VLLMS.values()} | {"stored": "stored_blocks", "evicted": "evicted_blocks"}
+"""Rate in `EngineRates` -> metric."""
 _LABELS_OF_ENGINES = ("model_name", "engine", "manager")
 _OWN_LABELS = ("tier", "reason", "name", "setting", "tenant")
 _TIER_FAULTS = ("failed", "mismatches", "timeouts", "errors")
@@ -204,26 +206,19 @@ class _Engine:
             engine=self._name,
             seconds=self._seconds,
             is_restarted=any(
-                self._after.get(key, value) < value for key, value in self._before.items() if _counts(key)
+                self._after.get(key, value) < value
+                for key, value in self._before.items()
+                if key[0] in _COUNTING
             ),
-            requests=self._rate("requests"),
-            prompt_tokens=self._rate("prompt_tokens"),
-            device_tokens=self._rate("device_tokens"),
             lookups=lookups,
             hits=hits,
             ram_hits=_without(hits, [tier.hits for tier in tiers]),
             hit_ratio=min(1.0, hits / lookups) if hits is not None and lookups else None,
-            stored=self._rate("stored_blocks"),
-            evicted=self._rate("evicted_blocks"),
             misses=self._by_label(MISSES),
             refused=self._by_label(REFUSED),
             not_promoted=self._by_label(NOT_PROMOTED),
-            load_bytes=self._rate("load_bytes"),
-            store_bytes=self._rate("store_bytes"),
-            capacity=self._value("capacity_blocks"),
-            ready=self._value("ready_blocks"),
-            pinned=self._value("pinned_blocks"),
-            writing=self._value("writing_blocks"),
+            **{name: self._rate(metric) for name, metric in _RATES.items()},
+            **{name: self._value(f"{name}_blocks") for name in ("capacity", "ready", "pinned", "writing")},
             faults={name: value for name in _FAULTS if (value := self._value(name)) is not None},
             tiers=tiers,
             what_if=self._what_if(),
@@ -285,10 +280,6 @@ def _without(hits: float | None, parts: list[float | None]) -> float | None:
     """Return `hits` minus the sum of `parts`; None if a number is unknown."""
     known = [part for part in parts if part is not None]
     return None if hits is None or len(known) < len(parts) else max(0.0, hits - sum(known))
-
-
-def _counts(key: Key) -> bool:
-    return key[0] in _COUNTING
 
 
 _COUNTING = {family.name for family in FAMILIES if family.is_counter} | set(_VLLMS.values())

@@ -9,14 +9,13 @@ from kvoffload.explain.misses import AFTER_SHARED_PROMPT
 from kvoffload.explain.words import (
     ADVICE,
     capacity_rows,
-    counted,
     difference_in_words,
     facts,
     place_in_words,
     sentence,
 )
 from kvoffload.pages.page import Chart, Part, Table, Text, page
-from kvoffload.text import percent
+from kvoffload.text import counted, percent
 
 
 def explanation_page(explained: Explanation, command: str) -> str:

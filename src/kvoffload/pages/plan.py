@@ -11,7 +11,7 @@ from kvoffload.plan.clock import InTime
 from kvoffload.plan.plan import PlanAnswer
 from kvoffload.plan.rows import PlanRow
 from kvoffload.plan.words import PLACEHOLDERS, goods, money, shares, ttft
-from kvoffload.text import duration, interval, percent, size
+from kvoffload.text import counted, duration, interval, percent, size
 
 _GIB = 2**30
 _MANY_MINUTES_S = 3 * 3600
@@ -163,7 +163,7 @@ def _short(row: PlanRow) -> str:
     """Name a purchase below a bar: ``64 GiB``, ``64 GiB + 3.84 TB``, ``64 GiB + 2 servers``."""
     parts = [size(row.ram_bytes)] if row.ram_bytes else []
     parts += [size(row.ssd_bytes, 1000)] if row.ssd_bytes else []
-    parts += [f"{row.servers} server" + "s" * (row.servers > 1)] if row.servers else []
+    parts += [counted(row.servers, "server")] if row.servers else []
     return " + ".join(parts) or "nothing"
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.errors import ConfigError
 from kvoffload.plan.fleet import Fleet
 from kvoffload.replay.device_cache import run_device
 from kvoffload.replay.optimum import infinite
@@ -134,9 +133,7 @@ def gather(
             shares.append(load(own))
             traces.append(swept(own))
     if not shares:
-        trace = load(source)
-        why = f"it must have a request of at least one block ({trace.block_tokens} tokens)"
-        raise ConfigError("trace", source.name_or_path, why)
+        load(source).check_blocks(source.name_or_path)
     undivided = replace(source, share=Share(fleet.load, one_in=one_in))
     apart = sum(infinite(share).prefix_hit_blocks for share in shares)
     windows = together([trace.refs for trace in traces])

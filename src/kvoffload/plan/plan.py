@@ -37,7 +37,7 @@ from kvoffload.plan.words import Section, answer, cannot_tell
 from kvoffload.sweep.journal import SweepJournal
 from kvoffload.sweep.measuring import Measuring, OnProgress, Progress, Work
 from kvoffload.sweep.task import TraceSource
-from kvoffload.text import exact_size
+from kvoffload.text import Report, exact_size
 
 _CONFIRMED = 8
 """Approximate number of rows that are measured on all sessions after a search on a sample."""
@@ -66,7 +66,7 @@ class Window(msgspec.Struct, frozen=True):
     until_s: float | None = None
 
 
-class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class PlanAnswer(Report, frozen=True, kw_only=True):
     """Answer of a plan; the fields are the keys of its JSON object.
 
     Attributes:
@@ -108,7 +108,7 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
     duration_s: float
     outcome: str
     words: list[str]
-    sections: list[Section] = []
+    sections: list[Section] = msgspec.field(default_factory=list)
     chosen: PlanRow
     smaller: PlanRow | None
     larger: PlanRow | None
@@ -125,7 +125,7 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
     purchases: list[PlanRow]
     rows: list[PlanRow]
     one_in: int = 1
-    sampled: list[PlanRow] = []
+    sampled: list[PlanRow] = msgspec.field(default_factory=list)
     over_time: list[Window]
     payback: Payback | None = None
     endurance: Endurance | None = None
@@ -134,7 +134,7 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
     check: Check | None = None
     assumptions: list[Assumption]
     cannot_tell: list[str]
-    warnings: list[str] = []
+    warnings: list[str] = msgspec.field(default_factory=list)
     vllm: str = ""
     seed: int
     resamples: int
@@ -144,10 +144,6 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
     def has_servers(self) -> bool:
         """True if rows with servers were measured."""
         return any(row.servers for row in self.rows)
-
-    def to_json(self) -> bytes:
-        """Encode as one indented JSON object."""
-        return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
 
 
 class Plan:

@@ -127,7 +127,7 @@ def search(
     Args:
         begin: the row without a purchase.
     """
-    table = _Table(measure)
+    table = _Table(space, measure, begin)
     rows, coarse = table.rows, space.purchases
     pairs = sum(len(axis.setups) * len(axis.counts) for axis in space.tiers)
     expected = pairs * (KEPT + 1) // len(space.setups) + KEPT * len(coarse)
@@ -151,7 +151,7 @@ def search(
         if budgeted and not any(setup.ssd_write_budget for setup in kept):
             kept += _kept(rows, budgeted, difference)[:1]
     table.measure(space.cells(coarse, kept), _ROUNDS * KEPT)
-    return _bisected(space, table, kept, choose, begin)
+    return table.bisected(choose, kept)
 
 
 def confirm(
@@ -176,7 +176,7 @@ def confirm(
         rows: rows of the sample.
         guess: chooses among corrected rows; None: step 2 uses `sampled`.
     """
-    purchase, table = sampled.chosen.row.purchase, _Table(measure)
+    purchase, table = sampled.chosen.row.purchase, _Table(space, measure, begin)
     ways = sorted((measured for measured in rows if measured.row.purchase == purchase), key=_quality)
     infeasible = [
         measured
@@ -203,7 +203,7 @@ def confirm(
         [cell for wanted in _cells_of(near) for cell in space.cells([wanted.purchase], used) or [wanted]],
         KEPT,
     )
-    return _bisected(space, table, None, choose, begin, 2 * _ROUNDS)
+    return table.bisected(choose, None, 2 * _ROUNDS)
 
 
 def _quality(measured: Measured) -> tuple[bool, float]:
@@ -224,10 +224,10 @@ def _cells_of(rows: Iterable[Measured | None]) -> list[Cell]:
 
 
 class _Table:
-    """The measured rows, by cell. Each cell is measured once."""
+    """The measured rows of a space, by cell. Each cell is measured once."""
 
-    def __init__(self, measure: Measure) -> None:
-        self._measure = measure
+    def __init__(self, space: Space, measure: Measure, begin: Measured) -> None:
+        self._space, self._measure, self._begin = space, measure, begin
         self.rows: dict[Cell, Measured] = {}
 
     def measure(self, cells: Iterable[Cell], later: int) -> None:
@@ -245,53 +245,43 @@ class _Table:
         self.measure(cells, later)
         return [*dict.fromkeys(cell.setup for cell in cells)]
 
+    def bisected(
+        self, choose: Choose, kept: Sequence[Setup] | None, most_rounds: int = _ROUNDS
+    ) -> tuple[list[Measured], Choice]:
+        """Bisect between the answer and its neighbours; return all rows and the choice.
 
-def _bisected(
-    space: Space,
-    table: _Table,
-    kept: Sequence[Setup] | None,
-    choose: Choose,
-    begin: Measured,
-    most_rounds: int = _ROUNDS,
-) -> tuple[list[Measured], Choice]:
-    """Bisect between the answer and its neighbours; return all rows and the choice.
+        The new purchases are measured with the setups `kept`; None: with the answer's setup. If the answer
+        has a tier behind RAM and `kept` is given, also bisect between purchases of RAM alone: an amount of
+        RAM between two coarse sizes may be cheaper.
+        """
 
-    The new purchases are measured with the setups `kept`; None: with the answer's setup. If the answer has a
-    tier behind RAM and `kept` is given, also bisect between purchases of RAM alone: an amount of RAM between
-    two coarse sizes may be cheaper.
-    """
+        def without_tier(rows: Sequence[Measured]) -> Choice:
+            return choose([measured for measured in rows if not _has_tier(measured)])
 
-    def without_tier(rows: Sequence[Measured]) -> Choice:
-        return choose([measured for measured in rows if not _has_tier(measured)])
+        answer = self._bisect(choose, kept, most_rounds)
+        if _has_tier(answer.chosen) and kept is not None:
+            self._bisect(without_tier, kept, most_rounds)
+            answer = choose(self._all)
+        return self._all, answer
 
-    answer = _bisected_by(choose, space, table, kept, begin, most_rounds)
-    if _has_tier(answer.chosen) and kept is not None:
-        _bisected_by(without_tier, space, table, kept, begin, most_rounds)
-        answer = choose([begin, *table.rows.values()])
-    return [begin, *table.rows.values()], answer
+    def _bisect(self, choose: Choose, kept: Sequence[Setup] | None, most_rounds: int) -> Choice:
+        answer = choose(self._all)
+        for rounds_left in reversed(range(most_rounds)):
+            setups = [answer.chosen.row.setup] if kept is None else kept
+            near = self._space.cells(_between(answer.chosen.row.purchase, self.rows), setups)
+            if all(cell in self.rows for cell in near):
+                break
+            self.measure(near, rounds_left * KEPT)
+            answer = choose(self._all)
+        return answer
+
+    @property
+    def _all(self) -> list[Measured]:
+        return [self._begin, *self.rows.values()]
 
 
 def _has_tier(measured: Measured) -> bool:
     return bool(measured.row.ssd_drives or measured.row.servers)
-
-
-def _bisected_by(
-    choose: Choose,
-    space: Space,
-    table: _Table,
-    kept: Sequence[Setup] | None,
-    begin: Measured,
-    most_rounds: int,
-) -> Choice:
-    answer = choose([begin, *table.rows.values()])
-    for rounds_left in reversed(range(most_rounds)):
-        setups = [answer.chosen.row.setup] if kept is None else kept
-        near = space.cells(_between(answer.chosen.row.purchase, table.rows), setups)
-        if all(cell in table.rows for cell in near):
-            break
-        table.measure(near, rounds_left * KEPT)
-        answer = choose([begin, *table.rows.values()])
-    return answer
 
 
 def _ends_and_middle(values: Sequence[int]) -> list[int]:

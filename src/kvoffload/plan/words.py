@@ -24,7 +24,7 @@ from kvoffload.sweep import monotone
 from kvoffload.sweep.bootstrap import CORRELATED, Interval
 from kvoffload.sweep.table import YARDSTICK
 from kvoffload.sweep.verdict import Certainty, certainty_of
-from kvoffload.text import duration, interval, outside_blocks, percent, size
+from kvoffload.text import counted, duration, interval, outside_blocks, percent, size
 
 _A_DAY_S = 86_400
 PLACEHOLDERS = "replace paths and addresses by yours"
@@ -116,8 +116,8 @@ def _limits(findings: Findings) -> list[str]:
 def _by_ram(row: PlanRow) -> monotone.Measured:
     """Return the savings of a row with its amount of RAM, for comparison with other amounts of RAM."""
     name = str(row.setup)
-    name += f", {_several(row.ssd_drives, 'drive')} in a host" if row.ssd_drives else ""
-    name += f", {_several(row.servers, 'server')}" if row.servers else ""
+    name += f", {counted(row.ssd_drives, 'drive')} in a host" if row.ssd_drives else ""
+    name += f", {counted(row.servers, 'server')}" if row.servers else ""
     name += f", on one of {row.one_in:,} sessions" if row.one_in > 1 else ""
     return monotone.Measured(name, name, row.ram_bytes, size(row.ram_bytes), row.saved)
 
@@ -141,10 +141,6 @@ def servers(row: PlanRow) -> str:
     """Describe the servers of a row with servers: ``2 cache servers of 460 GiB``."""
     memory = size(row.server_bytes // row.servers)
     return f"{row.servers} cache servers of {memory}" if row.servers > 1 else f"a cache server of {memory}"
-
-
-def _several(count: int, noun: str) -> str:
-    return f"{count} {noun}" + "s" * (count != 1)
 
 
 def money(price: float, currency: str) -> str:
@@ -200,8 +196,8 @@ def _payback(findings: Findings) -> list[str]:
 def _days(days: float) -> str:
     """Format a time to pay back: ``12 days``, ``7 months``, ``2.1 years``."""
     if days < 60:
-        return _several(math.ceil(days), "day")
-    return _several(math.ceil(12 * days / 365), "month") if days < 730 else f"{days / 365:.1f} years"
+        return counted(math.ceil(days), "day")
+    return counted(math.ceil(12 * days / 365), "month") if days < 730 else f"{days / 365:.1f} years"
 
 
 def _overload(findings: Findings) -> list[str]:
@@ -221,7 +217,7 @@ def _overload(findings: Findings) -> list[str]:
     missing = math.ceil(findings.fleet.gpus * (without - 1))
     text = (
         f"The GPUs are overloaded: serving the requests takes {without:.2f} times as long as their arrival. "
-        f"About {_several(missing, 'more GPU')} would serve them without a purchase{where}."
+        f"About {counted(missing, 'more GPU')} would serve them without a purchase{where}."
     )
     if findings.row.ram_modules:
         text += f" With the purchase below serving takes {with_purchase:.2f} times as long."
@@ -264,8 +260,8 @@ def _recommendation_by_wait(findings: Findings, limit_s: float, within: str) -> 
 
 def _use(row: PlanRow, fleet: Fleet) -> str:
     where = f"each of {fleet.hosts} hosts" if fleet.hosts > 1 else "the host"
-    each = f"{_several(row.ram_modules, 'module')} of {fleet.prices.ram.module}"
-    each += f", {_several(row.ssd_drives, 'drive')} of {fleet.prices.ssd.drive}" if row.ssd_drives else ""
+    each = f"{counted(row.ram_modules, 'module')} of {fleet.prices.ram.module}"
+    each += f", {counted(row.ssd_drives, 'drive')} of {fleet.prices.ssd.drive}" if row.ssd_drives else ""
     shared = ""
     if row.shared_ram:
         shared = f", as one pool that its {fleet.engines_of_host} engines share"

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from kvoffload.errors import ConfigError
+from kvoffload.text import as_json
 
 FORMAT = "kvoffload machine 1"
 
@@ -119,8 +120,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def to_json(self) -> bytes:
         """Encode as indented JSON, for `read_machine`."""
-        encoded = msgspec.json.encode(msgspec.structs.replace(self, format=FORMAT))
-        return msgspec.json.format(encoded, indent=2) + b"\n"
+        return as_json(msgspec.structs.replace(self, format=FORMAT))
 
 
 _ENGINE = ("prefill_s_per_token", "prefill_s_per_token_squared", "step_s", "decode_tokens_per_s")

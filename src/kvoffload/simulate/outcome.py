@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from kvoffload.replay.report import sums_of
 from kvoffload.simulate.engine import Engine
 from kvoffload.simulate.offload import NoOffload
 from kvoffload.simulate.report import (
@@ -84,12 +85,7 @@ def _tiers(engines: Sequence[Engine], last: Engine, loaded: int, shared_ram: boo
     if len(last.tiers) == 1:
         ram = msgspec.structs.replace(ram, hit_blocks=loaded)
     if not shared_ram:
-        ram = msgspec.structs.replace(
-            ram,
-            written=sum(report.written for report in of_ram),
-            evicted=sum(report.evicted for report in of_ram),
-            not_offered=sum(report.not_offered for report in of_ram),
-        )
+        ram = msgspec.structs.replace(ram, **sums_of(of_ram, "written", "evicted", "not_offered"))
     if shared_ram or len(last.tiers) == 1:
         return [ram, *last.tiers[1:]]
     reports = [engine.tiers for engine in engines if engine.tiers]
@@ -97,8 +93,7 @@ def _tiers(engines: Sequence[Engine], last: Engine, loaded: int, shared_ram: boo
     below = [
         msgspec.structs.replace(
             last.tiers[level],
-            hit_blocks=sum(report[level].hit_blocks for report in reports),
-            not_offered=sum(report[level].not_offered for report in reports),
+            **sums_of((report[level] for report in reports), "hit_blocks", "not_offered"),
             keeps_up=all(report[level].keeps_up for report in reports),
         )
         for level in range(1, len(last.tiers))

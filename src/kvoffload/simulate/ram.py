@@ -109,21 +109,10 @@ class Ram:
             )
         name = options.name if number == 0 else f"{options.name} {number + 1}"
         num_disks = len(getattr(options, "path", ())) or 1
-        machine = self._timing.machine
-        links = (
-            [first.reads, first.writes]
-            if first is not None
-            else [
-                Link(
-                    self._events,
-                    f"{name} {direction}",
-                    num_disks * machine.value(f"disk_{direction}_bytes_per_s"),
-                    machine.value(f"disk_{direction}_latency_s"),
-                )
-                for direction in ("read", "write")
-            ]
-        )
-        reads, writes = links
+        if first is not None:
+            reads, writes = first.reads, first.writes
+        else:
+            reads, writes = (self._link(name, direction, num_disks) for direction in ("read", "write"))
         return TimedTier(
             slots_needed(self._whole, options.num_blocks),
             name=name,
@@ -137,6 +126,11 @@ class Ram:
             admission=options.admission,
             write_budget=self._write_budget(options),
         )
+
+    def _link(self, name: str, direction: str, num_disks: int) -> Link:
+        value = self._timing.machine.value
+        rate, latency_s = value(f"disk_{direction}_bytes_per_s"), value(f"disk_{direction}_latency_s")
+        return Link(self._events, f"{name} {direction}", num_disks * rate, latency_s)
 
     def _write_budget(self, options: TierOptions) -> WriteBudget | None:
         """Create the write budget of a tier, in blocks and simulated time."""

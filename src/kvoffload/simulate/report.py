@@ -8,7 +8,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvoffload.replay.report import sums_of
 from kvoffload.simulate.machine import Machine
+from kvoffload.text import Report
 
 _OVERLOADED = 3.0
 """A run counts as overloaded if the mean waiting time exceeds this multiple of the mean service time."""
@@ -77,13 +79,9 @@ def combined_links(links: Sequence[LinkReport]) -> LinkReport:
     """
     return LinkReport(
         name=links[0].name,
-        jobs=sum(link.jobs for link in links),
-        bytes_moved=sum(link.bytes_moved for link in links),
-        busy_s=sum(link.busy_s for link in links),
+        **sums_of(links, "jobs", "bytes_moved", "busy_s", "waited_s", "bytes_left"),
         busy_share=sum(link.busy_share for link in links) / len(links),
-        waited_s=sum(link.waited_s for link in links),
         most_bytes_waiting=max(link.most_bytes_waiting for link in links),
-        bytes_left=sum(link.bytes_left for link in links),
     )
 
 
@@ -170,7 +168,7 @@ class TimedOutcome(msgspec.Struct, frozen=True, kw_only=True):
         return self.waiting_s.mean > _OVERLOADED * (self.ttft_s.mean - self.waiting_s.mean)
 
 
-class TimedReport(msgspec.Struct, frozen=True, kw_only=True):
+class TimedReport(Report, frozen=True, kw_only=True):
     """Comparison of a trace with and without offloading; the fields are the keys of its JSON object.
 
     Attributes:
@@ -217,7 +215,3 @@ class TimedReport(msgspec.Struct, frozen=True, kw_only=True):
     shared_ram: bool = False
     share_outside_blocks: float | None = None
     version: str
-
-    def to_json(self) -> bytes:
-        """Encode as one indented JSON object."""
-        return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"

@@ -148,14 +148,16 @@ def replay_in_time(
 def _check(trace: Trace, timing: Timing, device_blocks: int, config: ReplayConfig | None) -> None:
     timing.machine.check(has_ram=config is not None, has_disk=config is not None and bool(config.tiers))
     check_room(trace, device_blocks)
-    if config is not None and config.device_blocks != device_blocks:
+    if config is None:
+        return
+    if config.device_blocks != device_blocks:
         raise ConfigError("device_blocks", device_blocks, f"allowed: {config.device_blocks}, as in config")
-    if config is not None and config.shared_ram and config.machines > 1:
+    if config.shared_ram and config.machines > 1:
         raise ConfigError("machines", config.machines, "a timed replay simulates one host: allowed: 1")
-    if config is not None and config.instances > 1 and not config.shared_ram and len(config.tiers) > 1:
+    if config.instances > 1 and not config.shared_ram and len(config.tiers) > 1:
         why = "several engines with separate RAM share one tier at most"
         raise ConfigError("tiers", "+".join(map(str, config.tiers)), why)
-    if config is not None and (config.decode_tokens_per_s or config.queue_requests):
+    if config.decode_tokens_per_s or config.queue_requests:
         raise ConfigError(
             "decode_tokens_per_s or queue_requests",
             config.decode_tokens_per_s or config.queue_requests,

@@ -57,11 +57,7 @@ OnProgress = Callable[[Progress], None]
 def swept(source: TraceSource) -> SweptTrace:
     """Read a trace and summarise it. Raises the errors of `load`, and `ConfigError` for an empty trace."""
     trace = load(source)
-    if trace.block_refs == 0:
-        raise ConfigError(
-            "trace", source.name_or_path,
-            f"it must have a request of at least one block ({trace.block_tokens} tokens)",
-        )  # fmt: skip
+    trace.check_blocks(source.name_or_path)
     refs = window_sums(np.diff(trace.offsets), WINDOWS)
     return SweptTrace(
         identified(source), trace.name, trace.requests, trace.block_refs, trace.unique_blocks, refs,
