@@ -233,6 +233,12 @@ def test_an_unusable_server_is_refused_with_the_reason(server: Any) -> None:
     server.num_events = 1
     with pytest.raises(ConfigError, match="it sent all tokens at once"):
         time_server(Server(server.url), (64, 128, 256), 1)
+    server.models = []
+    with pytest.raises(ConfigError, match="the server lists no model"):
+        Server(server.url)
+    server.models = ["tiny"]
+    with pytest.raises(ConfigError, match="an OpenAI-compatible server that answers"):
+        Server(server.url)
     url = server.url
     server.shutdown()
     server.server_close()

@@ -46,6 +46,15 @@ class Answer:
     further_s: float
 
 
+class _Model(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
 class Server:
     """Client of an OpenAI-compatible server. Reads the API key from ``OPENAI_API_KEY``, and never shows it.
 
@@ -68,14 +77,14 @@ class Server:
             raise ConfigError("url", self._shown_url, "allowed: http://HOST:PORT, https://HOST")
         self._secure, self._host, self._port = parts.scheme == "https", host, port
         self._path = parts.path.rstrip("/").removesuffix("/v1")
-        models = self._json("GET", "/v1/models").get("data") or [{}]
-        served = next((entry for entry in models if model in (None, entry.get("id"))), None)
+        models = self._models()
+        if not models:
+            raise ConfigError("url", self._shown_url, "the server lists no model at /v1/models")
+        served = next((entry for entry in models if model in (None, entry.id)), None)
         if served is None:
-            names = ", ".join(str(entry.get("id")) for entry in models)
+            names = ", ".join(entry.id for entry in models)
             raise ConfigError("model", model, f"allowed: a model of the server: {names}")
-        self.model = str(served.get("id"))
-        max_tokens = served.get("max_model_len")
-        self.max_tokens: int | None = max_tokens if isinstance(max_tokens, int) else None
+        self.model, self.max_tokens = served.id, served.max_model_len
 
     def ask(self, tokens: Sequence[int]) -> Answer:
         """Send a prompt of token ids and time its answer."""
@@ -109,11 +118,11 @@ class Server:
             except (OSError, http.client.HTTPException, msgspec.MsgspecError) as error:
                 raise self._unusable(error) from None
 
-    def _json(self, method: str, path: str) -> dict[str, Any]:
+    def _models(self) -> list[_Model]:
         with closing(self._connect()) as connection:
-            response = self._request(connection, method, path)
+            response = self._request(connection, "GET", "/v1/models")
             try:
-                return msgspec.json.decode(response.read(), type=dict[str, Any])
+                return msgspec.json.decode(response.read(), type=_Models).data
             except (OSError, http.client.HTTPException, msgspec.MsgspecError) as error:
                 raise self._unusable(error) from None
 
