@@ -193,8 +193,8 @@ def test_token_ids_without_times_need_a_pace(tmp_path: Path) -> None:
     done = kvoffload("explain", path, "--capacity", "9")
     assert done.returncode == 2
     assert "per_minute" in done.stderr
-    found = explained(path, "--capacity", "9", "--from", "token_ids,per_minute=60")
-    assert found["misses"] == 2
+    for kind in ("token_ids,per_minute=60", "token_ids:60"):
+        assert explained(path, "--capacity", "9", "--from", kind)["misses"] == 2
 
 
 def test_a_recording_of_a_server_is_compared_with_the_replay(tmp_path: Path) -> None:

@@ -177,7 +177,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("prompts", str(path), f"a readable file ({error})") from None
+        raise ConfigError("prompts", str(path), f"it cannot be read ({error})") from None
     prompts = []
     for number, line in enumerate(lines, 1):
         if not line.strip():

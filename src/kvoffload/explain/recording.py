@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -60,7 +61,7 @@ def has_tokens(place: str, source: str | None = None) -> bool:
         source: the user's name of the format; None detects it.
     """
     if source is not None:
-        return source.partition(",")[0] in _WITH_TOKENS
+        return re.split("[,:]", source)[0] in _WITH_TOKENS
     if place in BUILTIN or is_stream(Path(place)) or not Path(place).exists():
         return False
     try:
