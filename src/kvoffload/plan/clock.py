@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 import msgspec
@@ -20,13 +19,12 @@ from kvoffload.plan.rows import Cell, Measured, PlanRow
 from kvoffload.replay.replay import ReplayConfig
 from kvoffload.simulate.config import Timing
 from kvoffload.simulate.engine import check_room
-from kvoffload.simulate.machine import QUANTITIES, Machine, Quantity
+from kvoffload.simulate.machine import Machine, Quantity
 from kvoffload.simulate.report import TimedOutcome
 from kvoffload.simulate.timed import run_in_time
 from kvoffload.sweep.journal import SweepJournal
 from kvoffload.sweep.measuring import OnProgress, Progress
 from kvoffload.sweep.task import code_digests, load
-from kvoffload.text import duration
 from kvoffload.traces.trace import Trace
 
 _FORMAT = 2
@@ -268,35 +266,3 @@ def clock_of(
     if fleet.machine is None or not evidence.duration_s:
         return None
     return Clock(fleet.machine, fleet, evidence, journal, on_progress)
-
-
-def timing_assumptions(timed: InTime) -> Iterator[tuple[str, str, str]]:
-    """List the assumptions of timed replays, each as (name, value, source)."""
-    machine = timed.machine
-    yield "machine", machine.name, f"of an engine, given; model: {machine.model or 'unknown'}"
-    for name in QUANTITIES:
-        number: Quantity | None = getattr(machine, name)
-        if number is not None:
-            yield name, _with_unit(name, number.value), number.source
-    if timed.all_engines:
-        yield "timed engines", f"all {timed.engines}, each on its own machine", "what they share is shared"
-    elif timed.engines > 1:
-        engine = f"the busiest of {timed.engines}, with {timed.requests:,} requests"
-        yield "timed engine", engine, "other engines wait less, if their machines are equal"
-    yield "requests at a time", f"{timed.max_running:,}", "assumed, of an engine"
-    yield "tokens a step", f"{timed.step_tokens:,}", "assumed, of an engine"
-    if timed.load != 1:
-        yield "arrival rate", f"{timed.load:g} times the recording's", "scale; with full-size caches"
-
-
-def _with_unit(name: str, value: float) -> str:
-    """Format a number of a machine's description: ``50.4 GB/s``, ``5 ms``.
-
-    `name`: field of `Machine`. The ending of the field's name determines the unit: ``_bytes_per_s`` prints
-    GB/s; ``tokens_per_s`` and ``_squared`` print no unit; all other fields are in seconds.
-    """
-    if name.endswith("_bytes_per_s"):
-        return f"{value / 1e9:.4g} GB/s"
-    if name.endswith(("tokens_per_s", "_squared")):
-        return f"{value:.4g}"
-    return duration(value)

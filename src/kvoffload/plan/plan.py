@@ -1,7 +1,7 @@
 """The plan of a purchase for a fleet of engines. Input: a recording of the fleet's requests.
 
 Controls the sequence of steps, and assembles the answer. The search is in `plan.search`, the columns in
-`plan.rows`, the choice in `plan.targets`, the sentences in `plan.words`.
+`plan.rows`, the choice in `plan.targets`, the sentences in `plan.words` and `plan.open_questions`.
 """
 
 from __future__ import annotations
@@ -19,38 +19,31 @@ from kvoffload._version import __version__
 from kvoffload.check.check import Check
 from kvoffload.core.plans import ON_COMPUTE
 from kvoffload.errors import ConfigError
-from kvoffload.plan.clock import InTime, clock_of, timing_assumptions
+from kvoffload.plan.assumptions import Assumption, assumptions
+from kvoffload.plan.clock import InTime, clock_of
 from kvoffload.plan.endurance import Endurance, endurance_of
 from kvoffload.plan.evidence import Evidence, gather
 from kvoffload.plan.findings import Findings
-from kvoffload.plan.fleet import SERVER_BYTES_PER_BYTE, Fleet, Purchase
+from kvoffload.plan.fleet import Fleet, Purchase
+from kvoffload.plan.open_questions import cannot_tell
 from kvoffload.plan.payback import Payback, payback_of
 from kvoffload.plan.present import Present, PresentRow
-from kvoffload.plan.prices import MEANING, Server, flattened
 from kvoffload.plan.rows import Cell, Measured, PlanRow, Setup, difference, measured, nothing
 from kvoffload.plan.sample import check_sample, scaled, sessions_in
 from kvoffload.plan.search import Space, TierAxis, confirm, search
 from kvoffload.plan.setups import Setups
 from kvoffload.plan.targets import Choice, Target, best_of_each, choose, frontier
 from kvoffload.plan.waits import choose_by_wait
-from kvoffload.plan.words import Section, answer, cannot_tell
+from kvoffload.plan.words import Section, answer
 from kvoffload.sweep.journal import SweepJournal
 from kvoffload.sweep.measuring import Measuring, OnProgress, Progress, Work
 from kvoffload.sweep.task import TraceSource
-from kvoffload.text import Report, exact_size
+from kvoffload.text import Report
 
 _CONFIRMED = 8
 """Approximate number of rows that are measured on all sessions after a search on a sample."""
 _BEYOND_BUDGET = 2
 """Purchases that cost up to this multiple of the budget are measured, to show the benefit of more money."""
-
-
-class Assumption(msgspec.Struct, frozen=True):
-    """An assumption that does not follow from the recording, with its source."""
-
-    name: str
-    value: str
-    source: str
 
 
 class Window(msgspec.Struct, frozen=True):
@@ -439,65 +432,3 @@ class _Search:
             measured(cell, list(itertools.islice(results, len(own))), fleet, evidence, budget)
             for cell, own in zip(cells, points_of, strict=True)
         ]
-
-
-def assumptions(findings: Findings) -> list[Assumption]:
-    """List the assumptions of the answer that do not follow from the recording."""
-    fleet, evidence, in_time = findings.fleet, findings.evidence, findings.in_time
-    block, prices, one_in = exact_size(fleet.block_bytes), fleet.prices, findings.one_in
-    room = f"{fleet.gpus} with {exact_size(fleet.kv_bytes_per_gpu)} for blocks each"
-    if fleet.gpu_blocks:
-        room = f"{fleet.gpus}, {fleet.gpu_blocks:,} blocks in each engine"
-    listed = [
-        Assumption("block", block, "bytes of a token (--model) times the recording's tokens per block"),
-        Assumption("GPUs", room, "given"),
-        Assumption("engines", f"{fleet.replicas}, requests by {fleet.routing}",
-                   "given; each has its own GPUs, RAM and SSDs"),
-        Assumption("GPU cache", "lru", "vLLM's own; requests end when they are served"),
-        Assumption("load", f"{fleet.load:g}x the recording's", "given; sessions stay whole"),
-        Assumption("traffic", f"{fleet.scale:g} times the recording's", "given; of sessions like these"),
-        Assumption("rate", f"as in these {evidence.duration_s / 3600:,.1f} hours, day and night",
-                   "the recording, assumed to be typical"),
-        Assumption("busiest minute", f"{evidence.busy:.1f} times the mean",
-                   "the recording's references; writes and reads are assumed to follow them"),
-        Assumption("replicas", "writes and loads are spread evenly", "assumed"),
-    ]  # fmt: skip
-    if not evidence.time_unit:
-        listed.insert(
-            0, Assumption("time unit", "ms", "assumed: the recording does not state it; --time-unit")
-        )
-    if evidence.assumed:
-        source = "header of the recording; docs/traces.md explains it"
-        listed.insert(0, Assumption("conversion", evidence.assumed, source))
-    if one_in > 1:
-        source = "by the length of the recording, or given; the answer is measured on all sessions"
-        listed.append(Assumption("searched on", f"one of {one_in:,} sessions", source))
-    if fleet.tokens_per_s:
-        source = "the machine's, without attention"
-        if fleet.prefill_tokens_per_s:
-            source = "given; not measured here" + ("; waits are the machine's" if in_time else "")
-        listed.append(Assumption("prefill", f"{fleet.tokens_per_s:,g} tokens/s a GPU", source))
-    if in_time is not None:
-        listed += itertools.starmap(Assumption, timing_assumptions(in_time))
-    listed.append(Assumption("prices", f"in {prices.currency}, {prices.date}", prices.source))
-    shares = evidence.whole is not None and fleet.may_share
-    if evidence.whole is not None and fleet.shared_ram:
-        pools = f"{fleet.engines_of_host} engines of a host share one, if the answer says so"
-        listed.append(Assumption("RAM pools", pools, "given; one lock, no wait for it"))
-    listed += _of_servers(fleet, are_searched=shares)
-    for name, value in flattened(prices).items():
-        if name not in ("currency", "source", "date") and (shares or not name.startswith("server.")):
-            unit = f" {prices.currency}" if name.endswith("price") else ""
-            listed.append(Assumption(name, f"{value}{unit}", MEANING[name]))
-    return listed
-
-
-def _of_servers(fleet: Fleet, *, are_searched: bool) -> list[Assumption]:
-    """List the assumptions about servers, or the reason why servers for sale were not searched."""
-    if are_searched:
-        source = "policy and overhead of Valkey, measured; engines find each other's blocks at once"
-        return [Assumption("servers", f"lru, {SERVER_BYTES_PER_BYTE:g} bytes for a byte of blocks", source)]
-    if not fleet.prices.server.slots or fleet.prices.server == Server():
-        return []
-    reason = "a target in seconds would time each purchase on all engines"
-    return [Assumption("servers", "not searched", "one engine only" if fleet.replicas == 1 else reason)]
