@@ -32,7 +32,7 @@ from kvoffload.tiers.disk.committer import Committer
 from kvoffload.tiers.disk.files import Files
 from kvoffload.tiers.disk.pipeline import Pipeline
 from kvoffload.tiers.disk.placement import Placement
-from kvoffload.tiers.disk.recovery import Progress
+from kvoffload.tiers.disk.recovery import Contents, Progress
 from kvoffload.tiers.disk.slab import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
@@ -44,7 +44,7 @@ from kvoffload.tiers.disk.slab import (
     Positions,
 )
 from kvoffload.tiers.disk.slab_directory import Geometry, open_directory
-from kvoffload.tiers.disk.slab_format import MAX_NUMBER, REUSE
+from kvoffload.tiers.disk.slab_format import MAX_NUMBER, REUSE, SlabSlots
 from kvoffload.tiers.disk.slab_layout import Layout
 from kvoffload.tiers.memory import available_bytes
 from kvoffload.tiers.offer import ManagedTier, Purse
@@ -179,12 +179,15 @@ class DiskTier(ManagedTier):
         super().__init__(manager_of(layout))
         self._directory, self._log = _directory_of(path), RateLimitedLog("kvoffload.disk")
         self._files = files or Files()
+        self.block_bytes, self.stored_bytes = block_bytes, layout.slot_bytes
+        self._write_backoff, self._may_write_at_s = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S), 0.0
+        self._refused = dict[int, float]()
+        self._queue_blocks, self._num_queued = max(1, queue_bytes // layout.slot_bytes), 0
+        self._next_job, self._results = 0, list[JobResult]()
+        self._closed, self._ending = False, threading.Lock()
+        geometry = Geometry(layout, capacity_bytes, fingerprint)
         self._lock, self._slab, self._journal, contents = open_directory(
-            self._directory,
-            Geometry(layout, capacity_bytes, fingerprint),
-            self._files,
-            self._log,
-            progress,
+            self._directory, geometry, self._files, self._log, progress
         )
         with ExitStack() as undo:
             # A user's policy may raise during the restoration.
@@ -194,29 +197,28 @@ class DiskTier(ManagedTier):
                 # After changes of the capacity the journal may be longer than in a new slab, so fewer blocks
                 # fit.
                 self._manager = manager_of(self._slab.layout)
-            # At least the time, because a crashed process may have written blocks that the journal lacks.
-            now_ns = min(int(self._files.time_s() * 1e9), _LATEST_NS)
-            next_generation = max(contents.last_generation + 1, self._slab.void_before, now_ns)
-            self._placement = Placement(self._slab.layout, next_generation)
-            unrestored = self._placement.restore(contents, self._manager)
-            self._next_stamp = int(contents.stamp.max(initial=0)) + 1
-            self.identity, self.written_before = self._slab.identity.slab_id, contents.written
-            self.block_bytes, self.stored_bytes = block_bytes, layout.slot_bytes
+            unrestored = self._restore(contents)
             if write_budget is not None:
-                self._purse = Purse(write_budget, self._manager, self.stored_bytes, self.written_before)
-            self._counts.restored = self._manager.stats().ready
-            self._write_backoff, self._may_write_at_s = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S), 0.0
-            self._usable_end = self._last_reserved = self._slab.layout.num_slots
-            if not self._slab.may_grow:
-                self._confine()
-            self._refused = dict[int, float]()
-            self._queue_blocks, self._num_queued = max(1, queue_bytes // layout.slot_bytes), 0
-            self._next_job, self._results = 0, list[JobResult]()
-            self._closed, self._ending = False, threading.Lock()
+                self._purse = Purse(write_budget, self._manager, self.stored_bytes, contents.written)
             self._start_threads(num_threads)
             if len(unrestored):
                 self._placement.set_gate(unrestored, self._committer.remove(unrestored))
             undo.pop_all()
+
+    def _restore(self, contents: Contents) -> SlabSlots:
+        """Take over the slab's blocks; returns the places of blocks that do not fit."""
+        # At least the time, because a crashed process may have written blocks that the journal lacks.
+        now_ns = min(int(self._files.time_s() * 1e9), _LATEST_NS)
+        next_generation = max(contents.last_generation + 1, self._slab.void_before, now_ns)
+        self._placement = Placement(self._slab.layout, next_generation)
+        unrestored = self._placement.restore(contents, self._manager)
+        self._next_stamp = int(contents.stamp.max(initial=0)) + 1
+        self.identity, self.written_before = self._slab.identity.slab_id, contents.written
+        self._counts.restored = self._manager.stats().ready
+        self._usable_end = self._last_reserved = self._slab.layout.num_slots
+        if not self._slab.may_grow:
+            self._confine()
+        return unrestored
 
     def _start_threads(self, num_threads: int) -> None:
         self._num_threads, self._delivered = num_threads, deque[Chunk]()
