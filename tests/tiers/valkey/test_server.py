@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvoffload.errors import ConfigError, MisuseError
+from kvoffload.errors import ConfigError, MisuseError, UnavailableError
 from kvoffload.tiers.kinds.valkey import ValkeyOptions
 from kvoffload.tiers.shared.identity import HEADER_BYTES, rest_names
 from kvoffload.tiers.shared.write_log import WriteLog
@@ -491,6 +495,30 @@ def test_missing_files_are_refused(tmp_path: Path) -> None:
             ValkeyOptions(url="valkeys://127.0.0.1:1/ns", **options).open(OWNER)
     with pytest.raises(ConfigError, match="for valkeys://"):
         ValkeyOptions(url="valkey://127.0.0.1:1/ns", ca=missing).open(OWNER)
+
+
+@pytest.mark.parametrize("password", ["", "hunter2"])
+def test_a_server_with_too_many_clients_is_unavailable_and_not_refused(
+    monkeypatch: pytest.MonkeyPatch, password: str
+) -> None:
+    monkeypatch.setenv("KVOFFLOAD_VALKEY_PASSWORD", password)
+    errors: list[UnavailableError] = []
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def refuse() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = listening.accept()
+                    with connection:
+                        connection.recv(4096)
+                        connection.sendall(b"-ERR max number of clients reached\r\n")
+
+        threading.Thread(target=refuse, daemon=True).start()
+        url = f"valkey://127.0.0.1:{listening.getsockname()[1]}/ns"
+        with pytest.raises(UnavailableError):
+            ValkeyOptions(url=url).open(OWNER)
+        ValkeyOptions(url=url).open(replace(OWNER, on_unavailable=errors.append)).close()
+        listening.shutdown(socket.SHUT_RDWR)
 
 
 def test_warns_about_a_server_without_tls_and_password(caplog: pytest.LogCaptureFixture) -> None:

@@ -100,7 +100,7 @@ class ValkeyOptions(SharedTierOptions):
     def refusal(self, error: BaseException) -> str | None:
         if isinstance(error, ssl.SSLCertVerificationError):
             return printable(error)
-        if not isinstance(error, ServerError):
+        if not isinstance(error, ServerError) or error.is_busy:
             return None
         if error.code in _CLUSTER_CODES and not parse_url(self.url).is_cluster:
             return f"it is a node of a cluster: use valkey+cluster:// ({error})"

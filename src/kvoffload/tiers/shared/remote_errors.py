@@ -10,6 +10,7 @@ from kvoffload.tiers.shared.printable import printable
 _CODE = re.compile(r"[A-Z][A-Z0-9_]{0,31}")
 _ELSEWHERE = {"MOVED", "ASK", "TRYAGAIN"}
 
+BUSY = "max number of clients reached"
 FULL = "OOM"
 """Code of a server that is full and evicts nothing."""
 
@@ -36,6 +37,11 @@ class ServerError(KVOffloadError):
         super().__init__(printable(text, *secrets))
         word = text.partition(" ")[0]
         self.code = word if _CODE.fullmatch(word) else ""
+
+    @property
+    def is_busy(self) -> bool:
+        """True if the server has too many clients now. The code is ``ERR``, as of permanent errors."""
+        return BUSY in str(self)
 
     @property
     def is_elsewhere(self) -> bool:

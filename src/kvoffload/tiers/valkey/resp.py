@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 from kvoffload.tiers.shared.addresses import Addresses
 from kvoffload.tiers.shared.printable import MASK, printable
-from kvoffload.tiers.shared.remote_errors import ProtocolError, ServerError
+from kvoffload.tiers.shared.remote_errors import BUSY, ProtocolError, ServerError
 
 Buffer: TypeAlias = bytes | memoryview
 Reply: TypeAlias = "bytes | int | ServerError | None"
@@ -136,6 +136,8 @@ class Connection:
         self.send([command(b"AUTH", *(word.encode(errors="surrogateescape") for word in words))], deadline)
         reply = self.reply(deadline)
         if isinstance(reply, ServerError):
+            if reply.is_busy:
+                raise ServerError(f"ERR {BUSY}")
             # Keep only the code: proxies, and servers without AUTH, repeat the password in the error.
             why = ": it has no password, or no AUTH command" if reply.code == "ERR" else ""
             raise ServerError(f"{reply.code or 'an error'} in reply to AUTH{why}")
