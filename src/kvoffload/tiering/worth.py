@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from kvoffload.tiering.lane import TierLane
 from kvoffload.tiers.contract import SharedTier
-from kvoffload.tiers.guarded import GuardedTier
 
 Rows: TypeAlias = npt.NDArray[np.intp]
 
@@ -69,7 +68,7 @@ def num_worth_reading(
     return len(wanted) if all(trials) else 0
 
 
-def break_even(tier: SharedTier | GuardedTier, compute_s: float | None) -> str:
+def break_even(tier: SharedTier, compute_s: float | None) -> str:
     """Format the break-even read speed of a shared tier for the log.
 
     Args:

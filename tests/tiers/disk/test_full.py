@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +41,22 @@ def test_the_capacity_is_the_reserved_slots(full: tuple[Disk, FailingFiles]) -> 
     assert disk.tier.drain(HANGS_S)
     disk.tier.close()
     assert disk.wrong == 0
+
+
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EINVAL])
+def test_a_file_system_that_reserves_no_space_is_usable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """As musl and some network file systems. glibc emulates the call."""
+
+    def refuse(fd: int, offset: int, num_bytes: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    disk = Disk(tmp_path, SMALL)
+    numbers = list(range(SMALL))
+    assert disk.write(numbers) == disk.read(numbers) == numbers
+    disk.tier.close()
 
 
 def test_growth_is_tried_again_after_a_pause(full: tuple[Disk, FailingFiles]) -> None:

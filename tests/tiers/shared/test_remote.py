@@ -199,7 +199,7 @@ def test_zeros_are_not_sound() -> None:
 
 def test_presence_cache_entries_expire() -> None:
     clock = Clock()
-    cache = PresenceCache(clock, 1 << 10, present_s=60.0, absent_s=5.0)
+    cache = PresenceCache(clock, 1 << 10)
     digests = some_keys(1, 2, 3).digests
     assert not cache.known(digests).any()
     cache.learn(digests[:2], np.array([True, False]))

@@ -19,6 +19,7 @@ from kvoffload.structures.keys import Keys
 from kvoffload.tiers.contract import Mask
 
 _GENERATION_BLOCKS = 1 << 17
+"""Blocks of one generation. Only the last two generations are remembered."""
 _NAME_BYTES = 16
 
 
@@ -57,13 +58,12 @@ class BlockGroups:
 
     Args:
         group_blocks: blocks in an object; with 1, each object holds one block, and no path is needed.
-        generation_blocks: blocks of one generation; only the last two generations are remembered.
 
     Memory: 200 bytes a block, for the last 130,000 to 260,000 blocks. Cost: 0.2 µs a block. Thread: one.
     """
 
-    def __init__(self, group_blocks: int, generation_blocks: int = _GENERATION_BLOCKS) -> None:
-        self.group_blocks, self.generation_blocks = group_blocks, generation_blocks
+    def __init__(self, group_blocks: int) -> None:
+        self.group_blocks, self.generation_blocks = group_blocks, _GENERATION_BLOCKS
         self._generation = 0
         # Digest of a block's key -> name of its object, and position in the object.
         self._young: dict[int, tuple[str, int]] = {}

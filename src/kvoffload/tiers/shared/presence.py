@@ -17,6 +17,7 @@ from kvoffload.structures.jit import I64Array, U64Array
 from kvoffload.tiers.contract import Mask
 
 PRESENT_S, ABSENT_S = 60.0, 5.0
+"""Lifetimes of entries for present and for absent blocks, in seconds."""
 NUM_ENTRIES = 1 << 20
 
 
@@ -28,19 +29,12 @@ class PresenceCache:
     Args:
         clock: monotonic seconds, above 0.
         num_entries: a power of two.
-        present_s, absent_s: lifetimes of entries for present and for absent blocks, in seconds.
 
     Memory: 16 bytes an entry. Cost: 20 to 80 ns a key in batches. Thread: one.
     """
 
-    def __init__(
-        self,
-        clock: Callable[[], float],
-        num_entries: int = NUM_ENTRIES,
-        present_s: float = PRESENT_S,
-        absent_s: float = ABSENT_S,
-    ) -> None:
-        self._clock, self._present_s, self._absent_s = clock, present_s, absent_s
+    def __init__(self, clock: Callable[[], float], num_entries: int = NUM_ENTRIES) -> None:
+        self._clock = clock
         # Digest xor the number of `clear` calls, so that entries from before `clear` do not match. The number
         # changes only low bits of a digest. No other digest of the same entry differs only in low bits.
         self._keys = _small_pages(num_entries).view(np.uint64)
@@ -65,7 +59,7 @@ class PresenceCache:
         """Set the entries of these blocks. `present`: True for present, False for absent blocks."""
         at, now = self._entries(digests), self._clock()
         self._keys[at] = digests ^ self._times_cleared
-        self._until[at] = np.where(present, now + self._present_s, -(now + self._absent_s))
+        self._until[at] = np.where(present, now + PRESENT_S, -(now + ABSENT_S))
 
     def forget(self, digests: U64Array) -> None:
         """Drop the entries of these blocks."""
