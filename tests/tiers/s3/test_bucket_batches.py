@@ -147,6 +147,24 @@ def test_read_overtaken_by_a_reset_serves_nothing(objects: Objects, tier: Remote
     assert tier.peer.epoch.number == 12345, "the tier has noticed the reset"
 
 
+@pytest.mark.parametrize(("code", "status"), [("QuotaExceeded", "403"), ("SlowDown", "503"), ("507", "507")])
+def test_writes_to_a_full_bucket_are_dropped_and_pause(
+    objects: Objects, tier: RemoteTier, code: str, status: str
+) -> None:
+    async def refuse(method: str, name: str) -> None:
+        if method == "PUT" and "/blocks/" in name:
+            raise BucketError(code, status)
+
+    objects.before = refuse
+    tier.wait_until_open(PATIENCE_S)
+    block = np.full((2, BLOCK_BYTES), 7, np.uint8)
+    job, taken = tier.submit_write(KEYS, block, np.arange(2))
+    assert taken.all()
+    assert not result(tier, job).ok.any()
+    assert (tier.stats().dropped, tier.stats().failed) == (2, 0)
+    assert not tier.submit_write(KEYS, block, np.arange(2))[1].any(), "writes pause"
+
+
 def test_failed_request_is_not_repeated(objects: Objects, tier: RemoteTier) -> None:
     write(tier)
 

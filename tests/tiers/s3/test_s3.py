@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import pytest
 
-from kvoffload.errors import ConfigError
+from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.tiers.kinds.s3 import S3Options
 from kvoffload.tiers.shared.identity import HEADER_BYTES
 from kvoffload.tiers.spec import TierOwner
@@ -391,8 +391,9 @@ def test_bucket_cannot_be_striped(client: Client) -> None:
 
 def test_missing_bucket_is_refused(any_server: S3Server) -> None:
     options = S3Options(url="s3://no-such-bucket/ns", endpoint=any_server.endpoint, region="us-east-1")
-    with pytest.raises(ConfigError, match="NoSuchBucket"):
+    with pytest.raises(ConfigError, match="NoSuchBucket") as refused:
         options.open(TierOwner(BLOCK_BYTES, 36, "m"))
+    assert not isinstance(refused.value, UnavailableError), "an engine must not start without its bucket"
 
 
 @pytest.mark.slow

@@ -101,7 +101,7 @@ class BucketError(ServerError):
 
     def __init__(self, code: str, status: str) -> None:
         super().__init__(f"{code} (status {status})")
-        self.status = status
+        self.code, self.status = code, status
 
 
 class Found(enum.Enum):
