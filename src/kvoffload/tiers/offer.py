@@ -138,7 +138,7 @@ class ManagedTier(SecondaryTier):
             rows = rows[rows < missing[room]]
         plan = None
         if room is None or min(len(missing), room):
-            plan = self._plan(keys.take(rows), request)
+            plan = self._plan(keys if len(rows) == len(keys) else keys.take(rows), request)
         count = 0 if plan is None else len(plan.keys)
         if self._purse is not None:
             self._purse.pay(keys.take(absent), count)
