@@ -26,8 +26,8 @@ def size(num_bytes: float, base: int = 1024) -> str:
     return f"{value:.4g} {units[0] if base == 1024 else units[0].replace('i', '')}"
 
 
-def exact_size(num_bytes: int) -> str:
-    """Format a number of bytes: ``64 GB`` or ``160 MiB``.
+def round_size(num_bytes: int) -> str:
+    """Format a number of bytes in the units that give a round number: ``64 GB`` or ``160 MiB``.
 
     A multiple of 1 MB gets decimal units. Any other size gets binary units.
     """

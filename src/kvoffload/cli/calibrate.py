@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from kvoffload.calibration.calibrate import Calibration, calibrate
-from kvoffload.cli.options import option, options_of
+from kvoffload.cli.fields import option, options_of
 from kvoffload.cli.output import Terminal, check_output, terminal_table, write_output
 from kvoffload.errors import Problems
 from kvoffload.pages.page import Table

@@ -20,7 +20,8 @@ from kvoffload.canary.run import Canary, CanaryOptions, CanaryReport
 from kvoffload.canary.server import Pace, Server
 from kvoffload.canary.text_metrics import FAILED, text_metrics
 from kvoffload.canary.verdict import Verdict
-from kvoffload.cli.options import FormatOptions, QuietOptions, argument, option, options_of
+from kvoffload.cli.fields import argument, option, options_of
+from kvoffload.cli.options import FormatOptions, QuietOptions
 from kvoffload.cli.output import Terminal, terminal_table
 from kvoffload.errors import CanaryError, ConfigError
 from kvoffload.pages.page import Table

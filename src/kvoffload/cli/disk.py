@@ -13,7 +13,8 @@ from typing import Any
 
 import click
 
-from kvoffload.cli.options import FormatOptions, argument, option, options_of
+from kvoffload.cli.fields import argument, option, options_of
+from kvoffload.cli.options import FormatOptions
 from kvoffload.cli.output import Terminal, properties, terminal_table
 from kvoffload.cli.text import difference_lines
 from kvoffload.errors import ConfigError, UnavailableError

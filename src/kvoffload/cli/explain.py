@@ -8,7 +8,8 @@ from pathlib import Path
 import click
 from rich.console import Group, RenderableType
 
-from kvoffload.cli.options import option, options_of, typed_command, with_blocks
+from kvoffload.cli.fields import option, options_of
+from kvoffload.cli.options import typed_command, with_blocks
 from kvoffload.cli.output import Lines, progress_bar, show, terminal_table, tiers_silenced
 from kvoffload.cli.replay import LoadedCacheOptions
 from kvoffload.core.miss_reasons import EVICTED

@@ -9,7 +9,8 @@ from typing import Annotated
 
 import click
 
-from kvoffload.cli.options import FormatOptions, OutputOptions, option, options_of
+from kvoffload.cli.fields import option, options_of
+from kvoffload.cli.options import FormatOptions, OutputOptions
 from kvoffload.cli.output import show, terminal_table, write_output
 from kvoffload.errors import Problems
 from kvoffload.metrics.alarms import rule_file

@@ -11,6 +11,7 @@ import click
 import msgspec
 
 from kvoffload.cli.check_table import exit_with
+from kvoffload.cli.fields import argument, option, options_of
 from kvoffload.cli.machine import MACHINE_HELP, find_machine
 from kvoffload.cli.options import (
     FormatOptions,
@@ -19,9 +20,6 @@ from kvoffload.cli.options import (
     ReadOptions,
     ReplicaOptions,
     WorkOptions,
-    argument,
-    option,
-    options_of,
     typed_command,
     warn,
     warn_of_copies,

@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from kvoffload.cli.options import FormatOptions, argument, options_of
+from kvoffload.cli.fields import argument, options_of
+from kvoffload.cli.options import FormatOptions
 from kvoffload.cli.output import Terminal, properties, terminal_table
 from kvoffload.core.admission import ADMISSIONS, DEFAULT_ADMISSION
 from kvoffload.core.policy import DEFAULT_POLICY, FLAGSHIP, POLICIES

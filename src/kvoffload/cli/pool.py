@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-from kvoffload.cli.options import FormatOptions, argument, option, options_of
+from kvoffload.cli.fields import argument, option, options_of
+from kvoffload.cli.options import FormatOptions
 from kvoffload.cli.output import Terminal, properties, terminal_table
 from kvoffload.errors import ConfigError
 from kvoffload.node.pool_directory import SHARED_MEMORY, STATE, PoolStatus, find, pools

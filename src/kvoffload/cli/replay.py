@@ -12,6 +12,7 @@ from kvoffload.calls.file_format import is_recording
 from kvoffload.check.check import Prediction, check
 from kvoffload.check.served import Served, read_served
 from kvoffload.cli.check_table import exit_with, show_checked
+from kvoffload.cli.fields import argument, option, options_of
 from kvoffload.cli.options import (
     AdmissionName,
     FormatOptions,
@@ -24,9 +25,6 @@ from kvoffload.cli.options import (
     ReadOptions,
     Store,
     TiersOptions,
-    argument,
-    option,
-    options_of,
     warn,
     warn_of_small_tiers,
 )

@@ -8,8 +8,8 @@ import click
 
 from kvoffload.check.check import Prediction, check
 from kvoffload.cli.check_table import exit_with, show_checked
+from kvoffload.cli.fields import option, options_of
 from kvoffload.cli.machine import DEFAULT_MACHINE, MACHINE_HELP, find_machine
-from kvoffload.cli.options import option, options_of
 from kvoffload.cli.output import progress_bar, tiers_silenced
 from kvoffload.cli.replay import CacheOptions, ServerOptions
 from kvoffload.cli.simulate_table import table

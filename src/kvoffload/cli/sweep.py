@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from kvoffload.cli.fields import argument, option, options_of
 from kvoffload.cli.options import (
     FormatOptions,
     InstancesOptions,
@@ -16,9 +17,6 @@ from kvoffload.cli.options import (
     QuietOptions,
     ReadOptions,
     WorkOptions,
-    argument,
-    option,
-    options_of,
     typed_command,
     warn,
 )

@@ -17,7 +17,8 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from kvoffload.cli.options import FormatOptions, argument, option, options_of
+from kvoffload.cli.fields import argument, option, options_of
+from kvoffload.cli.options import FormatOptions
 from kvoffload.cli.output import Terminal, terminal_table
 from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.metrics.fetch import fetch, metrics_url

@@ -13,7 +13,8 @@ from typing import Any, get_type_hints
 import click
 
 from kvoffload.cli.beside_optimum import beside_optimum
-from kvoffload.cli.options import FormatOptions, QuietOptions, ReadOptions, argument, options_of, warn
+from kvoffload.cli.fields import argument, options_of
+from kvoffload.cli.options import FormatOptions, QuietOptions, ReadOptions, warn
 from kvoffload.cli.output import Terminal, check_output, progress_bar, terminal_table
 from kvoffload.cli.trace_convert import convert
 from kvoffload.cli.trace_fit import fit

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import click
 
-from kvoffload.cli.options import QuietOptions, argument, option, options_of
+from kvoffload.cli.fields import argument, option, options_of
+from kvoffload.cli.options import QuietOptions
 from kvoffload.cli.output import check_output, progress_bar
 from kvoffload.errors import ConfigError
 from kvoffload.settings.read import Count

@@ -9,7 +9,8 @@ from typing import Any
 import click
 
 from kvoffload.cli.beside_optimum import beside_optimum
-from kvoffload.cli.options import FormatOptions, ReadOptions, argument, option, options_of
+from kvoffload.cli.fields import argument, option, options_of
+from kvoffload.cli.options import FormatOptions, ReadOptions
 from kvoffload.cli.output import Terminal, terminal_table
 from kvoffload.pages.page import Table
 from kvoffload.traces.fitting import Fit

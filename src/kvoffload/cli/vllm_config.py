@@ -13,7 +13,8 @@ from typing import Annotated, Any
 import click
 from click.core import ParameterSource
 
-from kvoffload.cli.options import CONFIG, Store, option, options_of, warn, warn_of_small_tiers
+from kvoffload.cli.fields import CONFIG, option, options_of
+from kvoffload.cli.options import Store, warn, warn_of_small_tiers
 from kvoffload.core.plans import ON_DEVICE_EVICTION
 from kvoffload.errors import CombinedConfigError, ConfigError
 from kvoffload.integrations.vllm.shared.options import VERIFY, VLLMS_NAMES, parse_options

@@ -66,10 +66,10 @@ def _line(rows: Sequence[PlanRow], name: str, **look: object) -> dict[str, objec
     return _points(rows, [row.ram_bytes / _GIB for row in rows], name, mode="lines+markers", **look)
 
 
-def _flat(name: str, y: float, x: Sequence[float], dash: str = "dot") -> dict[str, object]:
+def _flat(name: str, y: float, x: Sequence[float]) -> dict[str, object]:
     return {
         "type": "scatter", "mode": "lines", "name": f"{name}: {percent(y)}", "x": [min(x), max(x)],
-        "y": [100 * y, 100 * y], "line": {"dash": dash, "width": 1.5}, "hoverinfo": "name",
+        "y": [100 * y, 100 * y], "line": {"dash": "dot", "width": 1.5}, "hoverinfo": "name",
     }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from kvoffload.plan.findings import Findings
 from kvoffload.plan.fleet import SERVER_BYTES_PER_BYTE, Fleet
 from kvoffload.plan.prices import MEANING, Server, flattened
 from kvoffload.simulate.machine import QUANTITIES, Quantity
-from kvoffload.text import duration, exact_size
+from kvoffload.text import duration, round_size
 
 
 class Assumption(msgspec.Struct, frozen=True):
@@ -25,8 +25,8 @@ class Assumption(msgspec.Struct, frozen=True):
 def assumptions(findings: Findings) -> list[Assumption]:
     """List the assumptions of the answer that do not follow from the recording."""
     fleet, evidence, in_time = findings.fleet, findings.evidence, findings.in_time
-    block, prices, one_in = exact_size(fleet.block_bytes), fleet.prices, findings.one_in
-    room = f"{fleet.gpus} with {exact_size(fleet.kv_bytes_per_gpu)} for blocks each"
+    block, prices, one_in = round_size(fleet.block_bytes), fleet.prices, findings.one_in
+    room = f"{fleet.gpus} with {round_size(fleet.kv_bytes_per_gpu)} for blocks each"
     if fleet.gpu_blocks:
         room = f"{fleet.gpus}, {fleet.gpu_blocks:,} blocks in each engine"
     listed = [
