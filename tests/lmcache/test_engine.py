@@ -3,40 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from support import lmcache_server
-from support.timeouts import HANGS_S
 
 CHUNK, PROMPTS = 64, 3
 
 
 def answers(model: Path, url: str, prompts: list[list[int]]) -> list[dict[str, Any]]:
     """Start a new engine; return its answers."""
-    done = subprocess.run(
-        [
-            *(sys.executable, "-W", "ignore", "-m", "support.lmcache_engine"),
-            *(str(model), url, json.dumps(prompts)),
-        ],
-        env=engine_environment(), capture_output=True, text=True, timeout=HANGS_S,
-    )  # fmt: skip
+    program = ["-m", "support.lmcache_engine", str(model), url, json.dumps(prompts)]
+    done = lmcache_server.forks().run(program, lmcache_server.environment())
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("ANSWERS "))
     parsed: list[dict[str, Any]] = json.loads(line.removeprefix("ANSWERS "))
     return parsed
-
-
-def engine_environment() -> dict[str, str]:
-    tests = str(Path(__file__).resolve().parents[1])
-    environment = lmcache_server.environment()
-    return {**environment, "PYTHONPATH": os.pathsep.join([tests, environment["PYTHONPATH"]])}
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ storage has an empty L1, so all its hits come from our tier.
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,24 +14,21 @@ from pathlib import Path
 import pytest
 
 from support import servers
-from support.lmcache_server import LMCACHE, LMCacheServer, environment, running
+from support.lmcache_server import LMCACHE, LMCacheServer, environment, forks, running
 from support.servers import KINDS
-from support.timeouts import HANGS_S
 
 REQUESTS = 3
 
 
 def bench(server: LMCacheServer) -> str:
     """Run LMCache's client; return its report."""
-    done = subprocess.run(
-        [
-            *LMCACHE, "bench", "server", "--rpc-url", server.url,
-            "--url", f"http://127.0.0.1:{server.http_port}", "--mode", "cpu", "--num-blocks", "256",
-            "--kvcache-shape-spec", "(2,256,16,2,64):bfloat16:2", "--block-size", "16",
-            "--end", str(REQUESTS), "--interval", "0",
-        ],
-        env=environment(), capture_output=True, text=True, timeout=HANGS_S,
-    )  # fmt: skip
+    program = [
+        *LMCACHE, "bench", "server", "--rpc-url", server.url,
+        "--url", f"http://127.0.0.1:{server.http_port}", "--mode", "cpu", "--num-blocks", "256",
+        "--kvcache-shape-spec", "(2,256,16,2,64):bfloat16:2", "--block-size", "16",
+        "--end", str(REQUESTS), "--interval", "0",
+    ]  # fmt: skip
+    done = forks().run(program, environment())
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

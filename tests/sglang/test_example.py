@@ -12,21 +12,19 @@ import pytest
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
 from kvoffload.integrations.sglang.options import parse_options
+from support.sglang_pools import forks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def test_pages_are_found_in_a_second_run(tmp_path: Path) -> None:
-    def run() -> str:
-        command = [sys.executable, "-W", "ignore", str(EXAMPLES / "sglang_storage.py")]
-        done = subprocess.run(
-            [*command, f"disk:{tmp_path}:64MiB"], capture_output=True, text=True, env=environment()
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    assert run() == "0 of 8 pages found\n8 pages written\n"
-    assert run() == "8 of 8 pages found\n8 pages read\n"
+    program = [str(EXAMPLES / "sglang_storage.py"), f"disk:{tmp_path}:64MiB"]
+    fresh = [sys.executable, "-W", "ignore", *program]
+    first = subprocess.run(fresh, capture_output=True, text=True, env=environment())
+    assert first.stdout == "0 of 8 pages found\n8 pages written\n", first.stderr
+    second = forks().run(program, environment())
+    assert second.stdout == "8 of 8 pages found\n8 pages read\n", second.stderr
+    assert first.returncode == second.returncode == 0
 
 
 @pytest.mark.parametrize("form", ["{}", "@{}"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +16,8 @@ from kvoffload import ConfigError
 from kvoffload.integrations.objects import ObjectStore
 from support import valkey_server
 from support.scripted_tier import ScriptedTier
-from support.sglang_pools import PAGE, PATIENCE_S, Stand, extra_config, fill, page_of
+from support.sglang_pools import PAGE, PATIENCE_S, Stand, extra_config, fill, forks, page_of
+from support.timeouts import HANGS_S
 
 MakeStand = Callable[..., Stand]
 TOKENS = range(8 * PAGE)
@@ -177,7 +177,6 @@ def test_a_full_disk(stand: MakeStand, tmp_path: Path) -> None:
 _WRITER = """
 import sys
 from pathlib import Path
-import conftest
 from support.sglang_pools import PAGE, Stand, start_distributed
 with start_distributed(Path(sys.argv[1]) / "rendezvous"):
     sglang = Stand(tiers=[f"disk:{sys.argv[1]}/kv:64MiB"])
@@ -188,19 +187,18 @@ with start_distributed(Path(sys.argv[1]) / "rendezvous"):
 
 
 def test_a_killed_writer_loses_no_acknowledged_page(stand: MakeStand, tmp_path: Path) -> None:
-    here = Path(__file__).resolve()
-    paths = [str(here.parent), str(here.parents[1]), *[path for path in sys.path if path.endswith("src")]]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    with subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", _WRITER, str(tmp_path)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as writer:
-        assert writer.stdout is not None
-        acknowledged = [line.split() for line, _ in zip(writer.stdout, range(20), strict=False)]
-        writer.send_signal(signal.SIGKILL)
-    assert len(acknowledged) == 20
+    output = tmp_path / "output"
+    writer = forks().start(["-c", _WRITER, str(tmp_path)], {**os.environ}, output)
+    until = time.monotonic() + HANGS_S
+    try:
+        while len(lines := output.read_text().splitlines() if output.exists() else []) <= 20:
+            assert writer.poll() is None, lines
+            assert time.monotonic() < until, lines
+            time.sleep(0.001)
+    finally:
+        writer.kill()
+    assert writer.wait() == -signal.SIGKILL
+    acknowledged = [line.split() for line in lines[:20]]
     sglang = stand()
     for number, stored in acknowledged:
         assert int(stored) == 8 * PAGE

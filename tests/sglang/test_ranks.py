@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,17 @@ from kvoffload.integrations.sglang import KVOffloadStorage
 from kvoffload.integrations.sglang import ranks as ranks_module
 from kvoffload.integrations.sglang import storage as storage_module
 from kvoffload.settings.read import parse_size
-from support.sglang_pools import MODEL, PAGE, device_pool, fill, host_pool, page_of, storage_config, zero
+from support.sglang_pools import (
+    MODEL,
+    PAGE,
+    device_pool,
+    fill,
+    forks,
+    host_pool,
+    page_of,
+    storage_config,
+    zero,
+)
 
 HASHES = [f"{number:064x}" for number in range(6)]
 
@@ -130,10 +138,7 @@ print("found", directory_of(config), num_ranks(config))
 @pytest.mark.parametrize("kind", ["attention", "replicas"])
 def test_sglang_tells_the_data_parallel_rank(tmp_path: Path, kind: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
-    command = [sys.executable, "-W", "ignore", "-c", DATA_PARALLEL, str(tmp_path), kind]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    )
+    done = forks().run(["-c", DATA_PARALLEL, str(tmp_path), kind], {**os.environ})
     assert "found dp3of4 4" in done.stdout, done.stderr
 
 

@@ -10,17 +10,20 @@ lists. Each prompt is answered alone. The connector is LMCache's own class for v
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from support.vllm_engine import (
+    ENVIRONMENT,
     Engine,
     write_llama,
 )  # the first import: it sets the number of threads before torch is imported
 
 
 def main(model: str, url: str, prompts: str) -> None:
+    os.environ.update(ENVIRONMENT)  # a fork has the environment of its caller
     transfer: dict[str, Any] | None = None
     if url != "-":
         host, _, port = url.rpartition(":")

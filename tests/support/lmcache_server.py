@@ -14,16 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from kvoffload.tiers.waiting import wait_until
+from support.launcher import Launcher, launcher
 from support.timeouts import HANGS_S
 from support.valkey_server import free_port
 
-LMCACHE = [
-    sys.executable,
-    "-W",
-    "ignore",
-    "-c",
-    "import sys; from lmcache.cli.main import main; sys.exit(main())",
-]
+LMCACHE = ["-c", "import sys; from lmcache.cli.main import main; sys.exit(main())"]
+"""Arguments of ``python`` for the command ``lmcache``."""
 
 
 def environment() -> dict[str, str]:
@@ -35,6 +31,18 @@ def environment() -> dict[str, str]:
         "LMCACHE_TRACK_USAGE": "false",
         "LMCACHE_LOG_LEVEL": "ERROR",
     }
+
+
+def forks() -> Launcher:
+    """Return the process that forks LMCache's clients, and engines with LMCache's connector."""
+    return launcher(
+        "support.vllm_engine",  # first: sets the number of threads before torch is imported
+        "vllm.v1.engine.llm_engine",
+        "vllm.v1.worker.cpu_worker",
+        "lmcache.cli.commands.bench.server_bench.command",
+        "lmcache.integration.vllm.lmcache_mp_connector",
+        "lmcache.v1.distributed.storage_manager",
+    )
 
 
 class LMCacheServer:
@@ -50,16 +58,16 @@ class LMCacheServer:
                 "adapter_params": {"tiers": [tier], "identity": "a test", "deadline": "60s"},
             }
         )
+        arguments = [
+            *LMCACHE, "server", "--host", "127.0.0.1", "--port", str(self.port),
+            "--http-port", str(self.http_port), "--disable-metrics", "--l1-size-gb", "0.1",
+            "--supported-transfer-mode", "engine_driven", "--eviction-policy", "LRU",
+            "--l2-adapter", adapter, *options,
+        ]  # fmt: skip
         with log.open("ab") as out:
             self.process = subprocess.Popen(
-                [
-                    *LMCACHE, "server", "--host", "127.0.0.1", "--port", str(self.port),
-                    "--http-port", str(self.http_port), "--disable-metrics", "--l1-size-gb", "0.1",
-                    "--supported-transfer-mode", "engine_driven", "--eviction-policy", "LRU",
-                    "--l2-adapter", adapter, *options,
-                ],
-                env=environment(), stdout=out, stderr=out,
-            )  # fmt: skip
+                [sys.executable, "-W", "ignore", *arguments], env=environment(), stdout=out, stderr=out
+            )
         until = time.monotonic() + HANGS_S
         while True:
             try:

@@ -28,6 +28,8 @@ from sglang.srt.mem_cache.pool_host.mha import AsymmetricMHATokenToKVPoolHost, M
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
+from support.launcher import Launcher, launcher
+
 PAGE = 16
 LAYERS = 3
 PATIENCE_S = 60.0
@@ -37,6 +39,11 @@ MODEL = {
     "max_position_embeddings": 2048, "torch_dtype": "bfloat16",
 }  # fmt: skip
 """The configuration of a tiny model."""
+
+
+def forks() -> Launcher:
+    """The process that forks programs with SGLang."""
+    return launcher("support.sglang_pools", "sglang.srt.mem_cache.storage", "sglang.srt.server_args")
 
 
 @contextlib.contextmanager

