@@ -30,7 +30,7 @@ def test_a_second_life_answers_from_the_disk_of_the_first(
     prompts, answers = on_llama.prompts[:FOUR], on_llama.answers[:FOUR]
     tier = {"type": "disk", "path": str(tmp_path / "disk"), "capacity": "32MiB"}
     options = {"tiers": [tier], "tier_deadline_s": PATIENCE_S}
-    with running(llama, tmp_path / "first.log", **options) as (server, process):
+    with running(llama, tmp_path / "first.log", own_worker=True, **options) as (server, process):
         assert not ours_in_shared_memory(tmp_path), "the pool no longer has a name"
         with ThreadPoolExecutor(FOUR) as clients:
             for _ in range(4):
