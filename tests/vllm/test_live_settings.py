@@ -17,7 +17,7 @@ from kvoffload.integrations.vllm.scheduler_side import live_settings
 from kvoffload.settings import watched
 from kvoffload.testing.audit import audit
 from support.vllm_needs import CONNECTOR, needs
-from support.vllm_traffic import PATIENCE_S, certain_answers, conversations, drive
+from support.vllm_traffic import PATIENCE_S, Expected, drive
 
 # vLLM's warnings are not ours.
 pytestmark = [pytest.mark.filterwarnings("ignore"), needs(*CONNECTOR)]
@@ -26,9 +26,9 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), needs(*CONNECTOR)]
 class Served:
     """An engine with live settings that serves a chat."""
 
-    def __init__(self, engine: Any, path: Path) -> None:
+    def __init__(self, engine: Any, path: Path, expected: Expected) -> None:
         self.core, self._engine, self._path = engine.manager.core, engine, path
-        self._prompts, self._answers = certain_answers(engine, conversations(2, documents=8, turns=3), 8)
+        self._prompts, self._answers = expected.chats, expected.chat_answers
         self._seeds, self._deadline = itertools.count(), time.monotonic() + PATIENCE_S
 
     def serve(self) -> None:
@@ -52,13 +52,14 @@ class Served:
 
 @pytest.fixture
 def served(
-    start_engine: Callable[..., Any], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Served:
+    start_engine: Callable[..., Any], llama: Path, on_llama: Expected, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Served:  # fmt: skip
     monkeypatch.setattr(watched, "INTERVAL_S", 0.0)
     monkeypatch.setattr(live_settings, "NUM_BLOCKS", 4)
     path = tmp_path / "live.json"
     options = {"ram": "6MiB", "policy": "lru", "live_settings": str(path), "prompt_only": False}
-    return Served(start_engine(llama, options, connector=True), path)
+    return Served(start_engine(llama, options, connector=True), path, on_llama)
 
 
 def test_the_policy_changes_in_a_serving_engine(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 WAIT_S = 150.0
 """Seconds until an alarm or a number must appear; a busy machine needs a minute."""
+PAUSE_S = 0.1
+"""Between two prompts: the test waits for Prometheus, which needs time and not more answers."""
 SEVEN = 7
 """Prompts of nine whole blocks each: more than RAM and engine have room for, 24 blocks each."""
 BLOCK_BYTES = 4 * 2 * 2 * 64 * 32 * 4
@@ -70,6 +72,7 @@ class Traffic:
                 if self._server.stream(prompt) != answer:
                     self.wrong.append(prompt)
                 self.num_answers += 1
+                self._over.wait(PAUSE_S)
 
 
 def damage(directory: Path) -> None:
