@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 import signal
@@ -11,14 +12,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
 import kvoffload
-from kvoffload import KVCache, MemoryTier, TieredManager
+from kvoffload import KVCache, MemoryTier, MisuseError, TieredManager
+from kvoffload.cache import owner
 from kvoffload.cache.jobs import Jobs
 from kvoffload.cache.key_chain import KEY_BYTES, KeyChain
 from kvoffload.cache.owner import Limit
@@ -219,28 +223,21 @@ def test_an_interrupted_caller_waits_for_its_job(monkeypatch: pytest.MonkeyPatch
     rig = Rig()
     rig.put_below(TOKENS)
 
-    result = Future.result
-    interrupts = [KeyboardInterrupt]
-    further = [KeyboardInterrupt, KeyboardInterrupt]
+    interrupts = [KeyboardInterrupt, KeyboardInterrupt, KeyboardInterrupt]
 
-    def interrupted_wait(futures: list[Future[Any]]) -> Any:
-        if further:
-            raise further.pop()
-        return wait(futures)
-
-    def interrupted(future: Future[Any], timeout: float | None = None) -> Any:
-        if interrupts:
-            rig.wait_for_job()
-            raise interrupts.pop()
-        return result(future, timeout)
+    class Interrupted(SimpleQueue[Any]):
+        def get(self, *arguments: Any) -> Any:
+            if interrupts:
+                rig.wait_for_job()
+                raise interrupts.pop()
+            return super().get(*arguments)
 
     with rig.cache, rig.cache.request(TOKENS) as request:
-        monkeypatch.setattr(Future, "result", interrupted)
-        monkeypatch.setattr("kvoffload.cache.owner.wait", interrupted_wait)
+        monkeypatch.setattr(owner, "SimpleQueue", Interrupted)
         with pytest.raises(KeyboardInterrupt):
             request.load_into(rig.engine.kv, IDS)
         monkeypatch.undo()
-        assert not further
+        assert not interrupts
         assert not request._work.turn.locked(), "the job has ended"
         rig.end_jobs()
 
@@ -252,13 +249,13 @@ def test_an_interrupted_close_closes_the_tiers(monkeypatch: pytest.MonkeyPatch) 
     with rig.cache.request(TOKENS) as request:
         request.store_from(rig.engine.kv, IDS)
     rig.wait_for_job()
-    result = Future.result
     interrupts = [KeyboardInterrupt]
 
-    def interrupted(future: Future[Any], timeout: float | None = None) -> Any:
-        if interrupts:
-            raise interrupts.pop()
-        return result(future, timeout)
+    class Interrupted(SimpleQueue[Any]):
+        def get(self, *arguments: Any) -> Any:
+            if interrupts:
+                raise interrupts.pop()
+            return super().get(*arguments)
 
     close = rig.manager.close
 
@@ -267,7 +264,7 @@ def test_an_interrupted_close_closes_the_tiers(monkeypatch: pytest.MonkeyPatch) 
         close()
 
     monkeypatch.setattr(rig.manager, "close", end_and_close)
-    monkeypatch.setattr(Future, "result", interrupted)
+    monkeypatch.setattr(owner, "SimpleQueue", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         rig.cache.close(flush_s=HANGS_S)
     monkeypatch.undo()
@@ -294,6 +291,50 @@ def test_a_request_may_end_while_the_cache_closes(monkeypatch: pytest.MonkeyPatc
             else:
                 asyncio.run(request.finish_async())
         assert rig.tier.closed
+
+
+_TRACED = {owner.__file__, asyncio.base_events.__file__, threading.__file__, futures._base.__file__}
+
+
+def closed_in_line(number: int, call: str) -> tuple[Any, bool]:
+    """Make a call in which the same thread closes the cache before line `number`, as a signal handler would.
+
+    Returns the result or the text of the `MisuseError`, and True if the call has reached the line.
+    """
+    rig, lines = Rig(), itertools.count()
+    request = rig.cache.request(TOKENS)
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        if event == "line" and frame.f_code.co_filename in _TRACED and next(lines) == number:
+            sys.settrace(None)
+            rig.cache.close()
+            assert not rig.cache._owner._thread.is_alive() or call == "close"
+        return trace
+
+    def interrupted() -> Any:
+        sys.settrace(trace)
+        try:
+            return request.load_into(rig.engine.kv, IDS) if call == "load" else rig.cache.close()
+        except MisuseError as error:
+            return str(error)
+        finally:
+            sys.settrace(None)
+
+    outcome = in_thread(interrupted).result(HANGS_S)
+    rig.cache.close()
+    assert not rig.cache._owner._thread.is_alive()
+    return outcome, next(lines) > number
+
+
+@pytest.mark.parametrize("call", ["load", "close"])
+def test_a_signal_handler_may_close_the_cache_in_any_line_of_a_call(call: str) -> None:
+    outcomes = set[object]()
+    for number in itertools.count():
+        outcome, is_reached = closed_in_line(number, call)
+        outcomes.add(outcome)
+        if not is_reached:
+            break
+    assert outcomes == ({None} if call == "close" else {0, "this cache is closed"})
 
 
 def test_a_forked_child_is_refused() -> None:

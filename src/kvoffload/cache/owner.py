@@ -6,15 +6,16 @@ The thread runs an event loop; a job is a coroutine on this loop. Does not know 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 import os
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, wait
 from contextlib import suppress
 from numbers import Real
-from typing import Any, TypeVar
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
 
 from kvoffload.errors import MisuseError
 
@@ -50,14 +51,15 @@ class Owner:
     If a caller is cancelled or interrupted, the job stops waiting for tiers. The call returns only after the
     job has ended, even if the caller is cancelled again, because a running copy uses the caller's tensors.
 
-    Thread: any, except the owner's own. In a forked child, which has no such thread, calls raise
-    `MisuseError`.
+    Thread: any, except the owner's own. A signal handler may call `close` while the interrupted thread is in
+    a call. In a forked child, which has no such thread, calls raise `MisuseError`.
     """
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvoffload-owner", daemon=True)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._first_close = threading.Lock()
         self._limits: set[Limit] = set()
         self._is_closed = False
         self._pid = os.getpid()
@@ -68,71 +70,111 @@ class Owner:
         """True after `close`, and in a forked child."""
         return self._is_closed or self._is_elsewhere
 
-    def start(self, job: Coroutine[Any, Any, T], limit: Limit) -> Future[T]:
-        """Begin a job. Raises `MisuseError` after `close`, and in a forked child."""
-        if self._is_elsewhere:  # before the lock, which a thread of the parent may have held at the fork
-            job.close()
-            raise MisuseError("this cache was opened in another process")
-        with self._lock:
-            if self._is_closed:
-                job.close()
-                raise MisuseError("this cache is closed")
-            self._limits.add(limit)
-            future = asyncio.run_coroutine_threadsafe(job, self._loop)
-        future.add_done_callback(lambda _: self._limits.discard(limit))
-        return future
-
     def run(self, job: Coroutine[Any, Any, T], limit: Limit) -> T:
-        """Run a job and return its result."""
-        return _result_of(self.start(job, limit), limit.stop)
+        """Run a job and return its result. Raises `MisuseError` after `close`, and in a forked child."""
+        ended = _Ended[T]()
+        self._start(job, limit, ended.put)
+        return ended.result(limit.stop)
 
     async def run_async(self, job: Coroutine[Any, Any, T], limit: Limit) -> T:
-        """Run a job and return its result, in a coroutine of another event loop."""
-        future = asyncio.wrap_future(self.start(job, limit))
+        """Run a job and return its result, in a coroutine of another event loop. Raises as `run`."""
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[asyncio.Task[T]] = loop.create_future()
+
+        def end(task: asyncio.Task[T]) -> None:
+            with suppress(RuntimeError):  # the caller's loop is closed
+                loop.call_soon_threadsafe(ended.set_result, task)
+
+        self._start(job, limit, end)
         try:
-            return await asyncio.shield(future)
+            await asyncio.shield(ended)
         except asyncio.CancelledError:
             limit.stop()
-            while not future.done():  # anyio cancels repeatedly
+            while not ended.done():  # anyio cancels repeatedly
                 with suppress(asyncio.CancelledError):
-                    await asyncio.wait([future])
+                    await asyncio.wait([ended])
             raise
+        return ended.result().result()
 
     def close(self, last: Coroutine[Any, Any, None], limit: Limit) -> None:
         """Refuse new jobs, end the waits of running jobs, run the job `last`, and end the thread.
 
         An interrupt ends the waits of `last`. A second call, or a call in a forked child, does nothing.
         """
-        if self._is_elsewhere:
+        if self._is_elsewhere or not self._first_close.acquire(blocking=False):
             last.close()
             return
+        ended = _Ended[None]()
         with self._lock:
-            if self._is_closed:
-                last.close()
-                return
             self._is_closed = True
             for running in [*self._limits]:
                 running.stop()
-            ended = asyncio.run_coroutine_threadsafe(last, self._loop)
+            self._loop.call_soon_threadsafe(self._begin, last, limit, ended.put)
         try:
-            _result_of(ended, limit.stop)
+            ended.result(limit.stop)
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
+
+    # ---- private
+
+    def _start(
+        self, job: Coroutine[Any, Any, T], limit: Limit, on_end: Callable[[asyncio.Task[T]], None]
+    ) -> None:
+        """Begin a job. `on_end` is called with the job's task, in the owner's thread."""
+        if self._is_elsewhere:  # before the lock, which a thread of the parent may have held at the fork
+            job.close()
+            raise MisuseError("this cache was opened in another process")
+        with self._lock:
+            if not self._is_closed:
+                self._limits.add(limit)
+                with suppress(RuntimeError):  # a signal handler has closed the loop
+                    self._loop.call_soon_threadsafe(self._begin, job, limit, on_end)
+            # A signal handler that has closed the cache since the lock was taken has also ended all jobs.
+            if self._is_closed and inspect.getcoroutinestate(job) == inspect.CORO_CREATED:
+                job.close()
+                raise MisuseError("this cache is closed")
+
+    def _begin(
+        self, job: Coroutine[Any, Any, T], limit: Limit, on_end: Callable[[asyncio.Task[T]], None]
+    ) -> None:
+        def end(task: asyncio.Task[T]) -> None:
+            self._limits.discard(limit)
+            task.exception()  # else asyncio logs the exception of an interrupted call
+            on_end(task)
+
+        self._loop.create_task(job).add_done_callback(end)
 
     @property
     def _is_elsewhere(self) -> bool:
         return os.getpid() != self._pid
 
 
-def _result_of(future: Future[T], stop: Callable[[], None]) -> T:
-    """Wait for a job and return its result. After an interrupt, call `stop`, wait for the job, then raise."""
-    try:
-        return future.result()
-    except BaseException:
-        while not future.done():
-            with suppress(BaseException):  # a further interrupt
-                stop()
-                wait([future])
-        raise
+class _Ended(Generic[T]):
+    """The end of a job, for a waiting thread.
+
+    Unlike a `Future`, a waiting thread holds no lock that `put` needs, so a signal handler may wait for other
+    jobs in the same thread.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: list[asyncio.Task[T]] = []
+        self._wake: SimpleQueue[None] = SimpleQueue()
+
+    def put(self, task: asyncio.Task[T]) -> None:
+        """Report the end. Thread: the owner's."""
+        self._tasks.append(task)
+        self._wake.put(None)
+
+    def result(self, stop: Callable[[], None]) -> T:
+        """Wait for the job and return its result. After an interrupt, `stop` the job, wait, then raise."""
+        try:
+            self._wake.get()
+        except BaseException:
+            while not self._tasks:
+                with suppress(BaseException):  # a further interrupt
+                    stop()
+                    self._wake.get()
+            raise
+        return self._tasks[0].result()
