@@ -1,4 +1,4 @@
-"""SSDs that would wear out: a write budget at their rating, its cost, and the option to set."""
+"""Plans with SSDs that would wear out: the write budget at their rating, its cost, and the vLLM option."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from support.run_cli import kvoffload
 
 DURATION_S = 4990
 RATED = 5.0
-"""Drive writes per day: 115 of the 550 blocks that a drive of 400 blocks would take in the recording."""
+"""Drive writes per day: with a drive of 400 blocks, 115 of the 550 block writes of the recording."""
 
 
 @pytest.fixture(scope="module")
 def loop(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """25 conversations of two blocks in turns; after each use, two blocks that never come again."""
+    """Write a recording: 25 conversations of two blocks in turns; after each use, two blocks used once."""
     hot = [(number, 1000 + number) for number in range(25)]
     cold = [(10_000 + number, 50_000 + number) for number in range(250)]
     pairs = [(hot[number % 25], cold[number]) for number in range(250)]
@@ -55,7 +55,7 @@ def test_a_write_budget_makes_the_purchase_feasible(answer: PlanAnswer) -> None:
     assert row.drive_writes_a_day <= RATED
     assert row.ssd_life_years is not None
     assert row.ssd_life_years >= 5
-    # reuse:2 writes the 50 blocks of the conversations as the budget allows: 0.0231 blocks a second.
+    # reuse:2 writes the 50 blocks of the conversations within the budget: 0.0231 blocks a second.
     assert 0.2 < row.saved < 0.40
 
 
@@ -77,9 +77,7 @@ def test_the_row_is_a_replay_with_the_budget(answer: PlanAnswer, loop: str) -> N
     assert saved == answer.chosen.saved
 
 
-def test_the_cost_of_endurance_is_the_difference_to_the_same_purchase_without_limit(
-    answer: PlanAnswer, loop: str
-) -> None:
+def test_the_cost_of_endurance_is_the_loss_against_an_unlimited_drive(answer: PlanAnswer, loop: str) -> None:
     endurance = answer.endurance
     assert endurance is not None
     assert endurance.row == answer.chosen
@@ -101,7 +99,7 @@ def test_the_cost_of_endurance_is_the_difference_to_the_same_purchase_without_li
     assert f"choice of blocks would save 45.0%; {share:.0f}% of its gain over the same RAM" in text
 
 
-def test_a_budget_that_is_not_recommended_is_named(loop: str) -> None:
+def test_a_better_purchase_with_a_budget_is_named(loop: str) -> None:
     """RAM with LIRS reaches the target; an SSD saves more for more money."""
     ssd = Ssd(drive="400MiB", price=1000, slots=1, writes_per_day=RATED)
     of = fleet(prices(Ram(module="5MiB", price=100, slots=4), ssd))
@@ -112,7 +110,7 @@ def test_a_budget_that_is_not_recommended_is_named(loop: str) -> None:
     assert "within 5 drive writes a day: a write budget of 2.097 GB a day. Endurance costs" in words(answer)
 
 
-def test_a_budget_that_saves_no_more_than_the_choice_is_not_named(loop: str) -> None:
+def test_a_budget_that_saves_less_than_the_choice_is_not_named(loop: str) -> None:
     ssd = Ssd(drive="400MiB", price=1000, slots=1, writes_per_day=0.05)
     answer = planned(loop, fleet(prices(Ram(module="100MiB", price=10, slots=4), ssd)))
     assert answer.chosen.purchase == Purchase(1, 0)

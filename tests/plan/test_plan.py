@@ -1,4 +1,4 @@
-"""Plans: the right purchase where it is known, numbers that are those of replays, no answer beyond them."""
+"""Plans: known best purchases, rows equal to replays, limits of the answer, interruption, and the command."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ from support.run_cli import kvoffload
 
 @pytest.fixture(scope="module")
 def loop(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """25 conversations of two blocks in turns, each time after as much that never comes again.
+    """Write a recording: 25 conversations of two blocks in turns; after each use, two blocks used once.
 
-    Between two uses of a block 98 others come: an LRU of 100 blocks has all, one of less has none.
+    Between two uses of a block, 98 other blocks are used: LRU with 100 blocks has all hits, with fewer none.
     """
     hot = [(number, 1000 + number) for number in range(25)]
     cold = [(10_000 + number, 50_000 + number) for number in range(250)]
@@ -85,7 +85,7 @@ def test_the_smallest_purchase_that_reaches_a_target_is_found_between_coarse_ste
         modules for modules in range(1, 41)
         if Replay(trace, ReplayConfig(5 * modules, device_blocks=5)).run().prefix_hit_ratio >= 0.4
     ]  # fmt: skip
-    assert reaching == list(range(20, 41)), "as by hand"
+    assert reaching == list(range(20, 41)), "computed by hand"
     answer = planned(loop, saved=0.4)
     assert answer.outcome == "BUY"
     assert (answer.chosen.ram_modules, answer.chosen.price, answer.chosen.ssd_drives) == (20, 2000, 0)
@@ -94,10 +94,10 @@ def test_the_smallest_purchase_that_reaches_a_target_is_found_between_coarse_ste
     assert answer.words[0].startswith("Buy 100 MiB of RAM for 2,000 USD: it saves 45.0% of the prefill")
     assert answer.smaller is not None
     assert answer.smaller.saved == 0
-    assert len(answer.rows) < 20, "not every number of modules is tried"
+    assert len(answer.rows) < 20, "not every number of modules is replayed"
 
 
-def test_without_a_target_no_more_is_bought_than_brings_something(loop: str) -> None:
+def test_without_a_target_useless_modules_are_not_bought(loop: str) -> None:
     answer = planned(loop)
     assert answer.chosen.ram_modules == 20
     assert "No other feasible purchase saves more." in answer.words
@@ -113,7 +113,7 @@ def test_without_a_target_no_more_is_bought_than_brings_something(loop: str) -> 
     ],
 )
 def test_the_price_is_weighed_against_gpu_hours(loop: str, gpu_hour: float, sentence: str | None) -> None:
-    """225 of 500 requests find 1,024 tokens in 4,990 s; a GPU computes 1,000 a second: 0.0462 GPUs."""
+    """225 of 500 requests hit 1,024 tokens in 4,990 s; a GPU computes 1,000 tokens/s: 0.0462 GPUs."""
     at_price = dataclasses.replace(
         fleet(prefill_tokens_per_s=1000.0), prices=msgspec.structs.replace(prices(), gpu_hour=gpu_hour)
     )
@@ -129,7 +129,7 @@ def test_the_price_is_weighed_against_gpu_hours(loop: str, gpu_hour: float, sent
     assert answer.payback.days == pytest.approx(2000 / (24 * answer.payback.gpus * gpu_hour))
 
 
-def test_a_purchase_that_replaces_no_gpu_says_so(loop: str) -> None:
+def test_a_purchase_that_replaces_no_gpu_is_reported(loop: str) -> None:
     answer = planned(loop, fleet(prefill_tokens_per_s=100_000.0), of_ceiling=1.0)
     assert answer.words[1] == "It replaces no GPU: it is worth its price only for shorter waits."
     assert answer.payback is not None
@@ -137,7 +137,7 @@ def test_a_purchase_that_replaces_no_gpu_says_so(loop: str) -> None:
 
 
 def test_lru_in_the_same_memory_is_named(loop: str) -> None:
-    """LRU keeps nothing of a loop that is longer than its memory; LIRS does."""
+    """LRU has no hits in a loop longer than its memory; LIRS has."""
     answer = planned(loop, setups=Setups(("on-compute",), ("lru", "lirs"), ("all",)), saved=0.1)
     assert answer.chosen.policy == "lirs"
     (sentence,) = (line for line in answer.words if line.startswith("With lru"))
@@ -146,13 +146,13 @@ def test_lru_in_the_same_memory_is_named(loop: str) -> None:
     )
     points = 100 * answer.chosen.saved
     assert sentence.endswith(f"{points:.1f} points less.")
-    assert "With lru" not in words(planned(loop)), "lru itself is the choice"
+    assert "With lru" not in words(planned(loop)), "lru is the choice"
 
 
 def test_a_victim_tier_needs_less_ram(loop: str) -> None:
     both = planned(loop, setups=Setups(("on-compute", "on-device-eviction"), ("lru",), ("all",)), saved=0.4)
     assert both.chosen.store == "on-device-eviction"
-    assert both.chosen.ram_modules == 19, "the GPU has the other five blocks"
+    assert both.chosen.ram_modules == 19, "the GPU holds the other five blocks"
 
 
 @pytest.mark.parametrize(("budget", "modules"), [(2000, 20), (1999.99, 0), (4000, 20), (0, 0)])
@@ -166,7 +166,7 @@ def test_a_budget_is_kept_to_the_cent(loop: str, budget: float, modules: int) ->
         assert row.feasible or "above the budget" in row.why_not
 
 
-def test_a_target_that_the_budget_does_not_reach_is_not_reached(loop: str) -> None:
+def test_a_target_beyond_the_budget_is_not_reached(loop: str) -> None:
     answer = planned(loop, budget=1000, saved=0.4)
     assert answer.outcome == "NOT_REACHED"
     assert answer.words[0].startswith("No feasible purchase for 1,000 USD saves 40.0% of the prefill.")
@@ -181,7 +181,7 @@ def test_a_target_above_the_ceiling_is_refused_with_the_ceiling(loop: str) -> No
     assert planned(loop, saved=exactly).outcome == "BUY"
 
 
-def test_targets_are_the_same_in_other_words(loop: str) -> None:
+def test_equivalent_targets_give_the_same_purchase(loop: str) -> None:
     fast = fleet(prefill_tokens_per_s=1000.0)
     share = planned(loop, fast, of_ceiling=1.0)
     assert share.needed == share.ceiling
@@ -189,7 +189,7 @@ def test_targets_are_the_same_in_other_words(loop: str) -> None:
     hours = planned(loop, fast, gpu_hours_a_day=share.chosen.gpu_hours_a_day)
     assert hours.needed == pytest.approx(share.ceiling)
     assert hours.chosen.purchase == share.chosen.purchase
-    # 225 of 500 requests find 1,024 tokens, in 4,990 s, where a GPU computes 1,000 a second.
+    # 225 of 500 requests hit 1,024 tokens in 4,990 s; a GPU computes 1,000 tokens/s.
     assert share.chosen.gpus_worth == pytest.approx(225 * 1024 / 4_990 / 1000)
     with pytest.raises(ConfigError, match=r"target-gpu-hours: 5 is invalid; it needs --prefill-tokens"):
         planned(loop, gpu_hours_a_day=5)
@@ -197,33 +197,33 @@ def test_targets_are_the_same_in_other_words(loop: str) -> None:
         planned(loop, fast, gpu_hours_a_day=500)
 
 
-def test_what_is_no_target_is_refused() -> None:
+def test_invalid_targets_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"(?s)budget: -1.*target-saved: 1\.5.*0 to 1"):
         Target(budget=-1, saved=1.5)
     with pytest.raises(ConfigError, match="one target besides a budget"):
         Target(saved=0.1, of_ceiling=0.5)
 
 
-def test_where_the_gpus_have_it_all_nothing_is_bought(loop: str) -> None:
+def test_nothing_is_bought_if_the_gpus_hold_all_blocks(loop: str) -> None:
     answer = planned(loop, fleet(kv_bytes=300 * MIB), saved=0.4)
     assert (answer.outcome, answer.chosen.purchase) == ("BUY_NOTHING", NOTHING)
     assert answer.words[0].startswith("Buy nothing: the GPUs' own memory saves 45.0%")
     assert answer.by_gpus == answer.ceiling
 
 
-def test_the_next_smaller_purchase_is_told_apart_or_not(chat: str) -> None:
+def test_the_next_smaller_purchase_is_compared(chat: str) -> None:
     answer = planned(chat, fleet(prices(Ram(module="50MiB", price=100, slots=40)), 50 * MIB), of_ceiling=0.7)
     assert answer.smaller is not None
     assert answer.smaller.price < answer.chosen.price
     assert answer.smaller.saved < answer.needed <= answer.chosen.saved
-    (said,) = [one for one in answer.words if "points less" in one]
-    assert said.endswith(("is above 0).", "(sure).", "points).", "slowly)."))
+    (sentence,) = [sentence for sentence in answer.words if "points less" in sentence]
+    assert sentence.endswith(("is above 0).", "(sure).", "points).", "slowly)."))
 
 
-# ---- what cannot be
+# ---- infeasible purchases
 
 
-def test_ssds_are_bought_where_they_last(loop: str) -> None:
+def test_durable_ssds_are_bought(loop: str) -> None:
     answer = planned(loop, fleet(prices(ssd=drives())), saved=0.4)
     assert answer.chosen.purchase == Purchase(1, 1)
     assert answer.chosen.by_ssds > 0.4
@@ -238,7 +238,7 @@ def test_ssds_are_bought_where_they_last(loop: str) -> None:
         (drives(read_per_s="20KB"), "read in the busiest minute exceed the SSDs'"),
     ],
 )  # fmt: skip
-def test_what_wears_out_or_is_too_slow_is_shown_and_not_recommended(loop: str, ssd: Ssd, why: str) -> None:
+def test_infeasible_ssds_are_listed_but_not_recommended(loop: str, ssd: Ssd, why: str) -> None:
     answer = planned(loop, fleet(prices(ssd=ssd)), saved=0.4)
     assert answer.chosen.purchase == Purchase(20, 0)
     with_ssds = [row for row in answer.rows if row.ssd_drives and not row.ssd_write_budget]
@@ -248,7 +248,7 @@ def test_what_wears_out_or_is_too_slow_is_shown_and_not_recommended(loop: str, s
     assert not any(row in answer.frontier for row in with_ssds)
 
 
-def test_a_better_row_that_cannot_be_is_named(loop: str) -> None:
+def test_a_better_but_infeasible_row_is_named(loop: str) -> None:
     ssd = Ssd(drive="400MiB", price=10, slots=1, writes_per_day=0.001)
     few = prices(Ram(module="5MiB", price=100, slots=4), ssd)
     answer = planned(loop, fleet(few))
@@ -257,7 +257,7 @@ def test_a_better_row_that_cannot_be_is_named(loop: str) -> None:
     assert "but is infeasible: " in words(answer)
 
 
-def test_a_link_that_is_too_slow_is_a_reason(loop: str) -> None:
+def test_a_slow_link_makes_rows_infeasible(loop: str) -> None:
     answer = planned(loop, fleet(prices(link_per_s="10KB")), saved=0.4)
     assert answer.outcome == "NOT_REACHED"
     assert all("exceed the GPUs' links of" in row.why_not for row in answer.rows if row.ram_modules >= 20)
@@ -266,12 +266,12 @@ def test_a_link_that_is_too_slow_is_a_reason(loop: str) -> None:
 def test_endurance_by_hand(loop: str) -> None:
     answer = planned(loop, fleet(prices(ssd=drives())), saved=0.4)
     row = answer.chosen
-    # 25 conversations and 250 singles, two blocks each, are stored once: 550 MiB in 4,990 s.
+    # 25 conversations and 250 single prompts, two blocks each, are stored once: 550 MiB in 4,990 s.
     assert row.ssd_write_bytes_per_s == pytest.approx(550 * MIB / 4_990)
     assert row.drive_writes_a_day == pytest.approx(550 / 4_990 * 86_400 / 400)
     assert row.ssd_life_years == pytest.approx(MANY_WRITES * 5 / row.drive_writes_a_day)
     of = fleet(prices(ssd=Ssd(drive="400MiB", slots=1, writes_per_day=row.drive_writes_a_day)))
-    assert limits(row, of) == [], "what is rated for exactly that lasts"
+    assert limits(row, of) == [], "a rating equal to the writes is enough"
 
 
 def test_hosts_and_slots() -> None:
@@ -287,7 +287,7 @@ def test_hosts_and_slots() -> None:
     assert of.price(Purchase(3, 1)) == 2 * (21 + 2)
     assert of.blocks(of.ram_bytes(Purchase(3, 0))) == 15
     assert of.steps(1000) == ([1, 2, 3], [0, 1, 2])
-    assert of.steps(6) == ([1, 2], [0, 1, 2]), "more RAM than is asked for is not looked at"
+    assert of.steps(6) == ([1, 2], [0, 1, 2]), "more RAM than the recording's blocks is not searched"
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def test_hosts_and_slots() -> None:
         ({"prefill_tokens_per_s": -1}, "prefill-tokens-per-s"),
     ],
 )
-def test_what_is_no_fleet_is_refused(of: dict[str, Any], why: str) -> None:
+def test_invalid_fleets_are_refused(of: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         fleet(**of)
 
@@ -326,22 +326,22 @@ def test_rows_are_replays(chat: str, options: dict[str, Any]) -> None:
     answer = planned(chat, of, EVERY)
     trace = load_trace(chat)
     chosen = route(trace, of.replicas, of.routing)
-    parts = [trace.of_requests(np.flatnonzero(chosen == one)) for one in range(of.replicas)]
+    engine_traces = [trace.of_requests(np.flatnonzero(chosen == number)) for number in range(of.replicas)]
     assert {bool(row.ssd_drives) for row in answer.rows} == {False, True}
     for row in answer.rows[1::5]:
         hits = written_blocks = 0
-        for part in parts:
-            size = min(row.ssd_blocks, part.unique_blocks)
+        for engine_trace in engine_traces:
+            size = min(row.ssd_blocks, engine_trace.unique_blocks)
             tiers = parse_tiers("tiers", f"{size},policy={row.ssd_policy},admission={row.ssd_admission}"
                                 ) if size else ()  # fmt: skip
             config = ReplayConfig(
                 row.ram_blocks, row.policy, row.admission, row.device_blocks, row.store, tiers
             )
-            report = Replay(part, config).run()
+            report = Replay(engine_trace, config).run()
             hits += report.prefix_hit_blocks
             written_blocks += sum(tier.blocks_written for tier in report.tiers[1:])
         assert row.saved == hits / trace.block_refs
-        assert row.by_gpus == pytest.approx(answer.by_gpus), "the GPUs serve what they serve without RAM"
+        assert row.by_gpus == pytest.approx(answer.by_gpus), "the GPUs serve as much as without RAM"
         assert row.by_gpus + row.by_ram + row.by_ssds == pytest.approx(row.saved)
         if row.ssd_drives:
             seconds = (trace.timestamps_ms.max() - trace.timestamps_ms.min()) / 1000
@@ -379,8 +379,8 @@ def test_twice_the_traffic_is_half_the_cache(loop: str) -> None:
     assert "2 times the recording's" in " ".join(double.cannot_tell)
 
 
-def test_a_load_changes_what_is_replayed(tmp_path: Path) -> None:
-    """Two turns ten seconds apart, a new conversation each 100 s: at 100 times the load ten run at a time."""
+def test_the_load_changes_the_replay(tmp_path: Path) -> None:
+    """Two turns ten seconds apart, a new conversation every 100 s: at load 100, ten conversations overlap."""
     turns = sorted((100_000 * n + 10_000 * turn, n, turn) for n in range(30) for turn in (0, 1))
     path = tmp_path / "turns.jsonl"
     path.write_text("".join(line(time, [3 * n, 3 * n + 1, 3 * n + 2][: 2 + turn]) for time, n, turn in turns))
@@ -395,7 +395,7 @@ def test_a_load_changes_what_is_replayed(tmp_path: Path) -> None:
         if Replay(together, ReplayConfig(3 * modules, device_blocks=1)).run().prefix_hit_ratio
         >= 0.9 * packed.ceiling
     ]  # fmt: skip
-    assert packed.chosen.ram_modules == reaching[0] > 10, "ten at a time, three blocks each"
+    assert packed.chosen.ram_modules == reaching[0] > 10, "ten conversations of three blocks"
 
 
 def test_windows_of_replicas_add_up(chat: str) -> None:
@@ -404,16 +404,16 @@ def test_windows_of_replicas_add_up(chat: str) -> None:
     assert together([np.array([1, 2, 3]), np.array([10])]).tolist() == [11, 2, 3]
 
 
-def test_a_few_places_stand_for_all() -> None:
-    behind = [TierAxis("drives", [1, 2, 4], PLAIN.with_ssds), TierAxis("servers", [1, 3], PLAIN.with_servers)]
-    space = Space([1, 2, 4, 8, 16], PLAIN.of_ram, behind, lambda one: one.modules < 16)
+def test_the_search_begins_with_a_coarse_sample() -> None:
+    tiers = [TierAxis("drives", [1, 2, 4], PLAIN.with_ssds), TierAxis("servers", [1, 3], PLAIN.with_servers)]
+    space = Space([1, 2, 4, 8, 16], PLAIN.of_ram, tiers, lambda purchase: purchase.modules < 16)
     ram, ssds, servers = [(1, 0, 0), (4, 0, 0)], [(1, 2, 0), (1, 4, 0), (4, 1, 0)], [(1, 0, 3), (4, 0, 1)]
     assert space.sample == [*ram, (16, 0, 0), *ssds, *servers]
     cells = space.cells(space.sample, [*PLAIN.of_ram, *PLAIN.with_ssds, *PLAIN.with_servers])
     assert [cell.purchase for cell in cells] == [*ram, *ssds, *servers]
     assert all(bool(cell.purchase.servers) == bool(cell.setup.server_admission) for cell in cells)
-    assert len(space.purchases) == 4 * 6, "RAM alone, three numbers of drives, two of servers"
-    assert not any(one.drives and one.servers for one in space.purchases)
+    assert len(space.purchases) == 4 * 6, "RAM alone, with three numbers of drives, and with two of servers"
+    assert not any(purchase.drives and purchase.servers for purchase in space.purchases)
     assert Space([3], PLAIN.of_ram).sample == [(3, 0, 0)]
 
 
@@ -427,8 +427,8 @@ def test_a_sample_has_whole_sessions(chat: str) -> None:
     begun = list(dict.fromkeys(sessions.tolist()))
     for number in (2, 7, len(begun)):
         there = trace.of_requests(np.flatnonzero(np.isin(sessions, begun[::number])))
-        found = one_session_in(trace, number)
-        assert content_digest(found) == content_digest(there)
+        sampled = one_session_in(trace, number)
+        assert content_digest(sampled) == content_digest(there)
     assert one_session_in(trace, 10_000).requests == np.count_nonzero(sessions == begun[0])
 
 
@@ -446,11 +446,11 @@ def test_a_search_on_a_sample_is_confirmed_on_everything(loop: str, one_in: int)
     for row in answer.rows[1:]:
         config = ReplayConfig(row.ram_blocks, device_blocks=row.device_blocks)
         assert row.saved == Replay(load_trace(loop), config).run().prefix_hit_ratio
-    said = (
+    expected = (
         f"Searched on one of {one_in} sessions; the {len(answer.rows) - 1} rows of this answer were replayed"
     )
-    assert f"{said} with all sessions." in answer.words
-    assert [one.value for one in answer.assumptions if one.name == "searched on"] == [
+    assert f"{expected} with all sessions." in answer.words
+    assert [assumption.value for assumption in answer.assumptions if assumption.name == "searched on"] == [
         f"one of {one_in} sessions"
     ]
     assert everything.one_in == 1
@@ -458,62 +458,64 @@ def test_a_search_on_a_sample_is_confirmed_on_everything(loop: str, one_in: int)
 
 
 @pytest.mark.parametrize("off_by", [-0.2, -0.03, 0.0, 0.1])
-def test_a_sample_that_is_wrong_costs_few_rows(loop: str, off_by: float) -> None:
-    """It is corrected by what the first rows on all say, and each neighbour is used as the answer is."""
+def test_a_biased_sample_costs_few_rows(loop: str, off_by: float) -> None:
+    """The first rows with all sessions correct the bias."""
     none = nothing(fleet(), gather(TraceSource(loop, None, False), fleet()))
     ways = Setups(("on-compute", "on-device-eviction"), ("lru",), ("all",)).of_ram
     space, steps = Space([*range(2, 64, 2)], ways), list[list[Cell]]()
 
     def row(cell: Cell, is_sampled: bool = False) -> Measured:
-        """A module brings less the more there are; the second setup is better, and worse on a sample."""
+        """Savings with diminishing returns; the second setup is better, but worse on a sample."""
         modules, better = cell.purchase.modules, -0.02 if is_sampled else 0.02
         saved = 0.9 * (1 - 0.93**modules) + off_by * is_sampled + better * (cell.setup == ways[1])
         had = {"ram_modules": modules, "price": modules, "saved": saved, "store": cell.setup.store}
-        its = msgspec.structs.replace(none.row, policy="lru", admission="all", **had)
-        return Measured(its, np.zeros(1, np.int64))
+        plan_row = msgspec.structs.replace(none.row, policy="lru", admission="all", **had)
+        return Measured(plan_row, np.zeros(1, np.int64))
 
     def measure(cells: Sequence[Cell], later: int) -> list[Measured]:
         steps.append(list(cells))
         return [row(cell) for cell in cells]
 
     def chosen(rows: Sequence[Measured]) -> Choice:
-        return choose(rows, 0.6, lambda one, other: None)
+        return choose(rows, 0.6, lambda item, second: None)
 
     sampled = [row(cell, is_sampled=True) for cell in space.cells(space.purchases, ways)]
-    found, choice = confirm(space, measure, chosen, none, chosen([none, *sampled]), sampled, chosen)
+    rows, choice = confirm(space, measure, chosen, none, chosen([none, *sampled]), sampled, chosen)
     least = next(n for n in itertools.count() if row(Cell(Purchase(n, 0), ways[1])).row.saved >= 0.6)
     assert choice.chosen.row.purchase == (least, 0, 0)
-    assert {one.row.setup for one in (choice.chosen, choice.smaller, choice.larger) if one} == {ways[1]}
+    assert {item.row.setup for item in (choice.chosen, choice.smaller, choice.larger) if item} == {ways[1]}
     assert choice.smaller is not None
     assert choice.smaller.row.ram_modules == least - 1
-    assert len(found) - 1 <= 8
-    assert len(steps) <= 4, "each waits for the one before"
+    assert len(rows) - 1 <= 8
+    assert len(steps) <= 4, "steps are sequential"
 
 
-def test_the_busiest_minute_of_a_sample_is_that_of_the_recording(loop: str) -> None:
-    """Fewer sessions come less evenly: their busiest minute says nothing about the links of all."""
+def test_the_busiest_minute_is_measured_on_all_sessions(loop: str) -> None:
+    """The busiest minute of a sample is relatively busier, and must not limit the links."""
     of, sessions = fleet(kv_bytes=6 * MIB), TraceSource(loop, None, False)
     row = planned(loop, of, saved=0.4).chosen
     assert row.load_bytes_per_s is not None
     assert row.ram_write_bytes_per_s is not None
     link = 1.3 * row.busy * max(row.load_bytes_per_s, row.ram_write_bytes_per_s)
     few = gather(sessions, of, one_in=5)
-    assert few.busy > 1.3 * row.busy, "a sample of its own would be in the way"
+    assert few.busy > 1.3 * row.busy, "the sample alone would exceed the link"
     of = fleet(prices(link_per_s=f"{link:.0f}"), kv_bytes=6 * MIB)
     answer = Plan(sessions, of, Target(saved=0.4), PLAIN, work=Work(jobs=1), one_in=5).run()
     assert (answer.outcome, answer.chosen.purchase) == ("BUY", row.purchase)
-    assert {one.busy for one in (*answer.rows, *answer.sampled)} == {row.busy}
+    assert {row.busy for row in (*answer.rows, *answer.sampled)} == {row.busy}
 
 
-def test_the_gpus_of_a_sample_are_as_much_smaller_as_it_is(loop: str) -> None:
-    """What they serve alone, as what stands behind them: otherwise nothing looks worth buying."""
+def test_the_gpus_are_scaled_with_the_sample(loop: str) -> None:
+    """Otherwise the GPUs serve too much of the sample, and no purchase seems useful."""
     source, of = TraceSource(loop, None, False), fleet(kv_bytes=50 * MIB)
     answer = Plan(source, of, Target(saved=0.4), PLAIN, work=Work(jobs=1), one_in=5).run()
     alone, few = answer.sampled[0], one_session_in(load_trace(loop), 5)
     assert alone.purchase == NOTHING
     assert 5 < alone.device_blocks < 20
     assert alone.saved == int(run_device(few, alone.device_blocks).served.sum()) / few.block_refs == 0
-    assert int(run_device(few, 50).served.sum()) > 0.4 * few.block_refs, "if they had kept their size"
+    assert int(run_device(few, 50).served.sum()) > 0.4 * few.block_refs, (
+        "GPUs of the full size serve the sample"
+    )
     assert (answer.outcome, answer.chosen) == ("BUY", planned(loop, of, saved=0.4).chosen)
 
 
@@ -522,20 +524,20 @@ def test_only_long_recordings_are_sampled(chat: str, monkeypatch: pytest.MonkeyP
     evidence, num_sessions = gather(source, of), len(set(turns(load_trace(chat)).session_of.tolist()))
     assert sample.sessions_in(source, evidence, of) == 1
     monkeypatch.setattr(sample, "ENOUGH_REQUESTS", evidence.requests // 5)
-    assert sample.sessions_in(source, evidence, of) == 1, "of few sessions none is left out"
+    assert sample.sessions_in(source, evidence, of) == 1, "few sessions are not sampled"
     monkeypatch.setattr(sample, "ENOUGH_SESSIONS", num_sessions // 10)
     assert sample.sessions_in(source, evidence, of) == 5
     monkeypatch.setattr(sample, "ENOUGH_SESSIONS", num_sessions // 3)
     assert sample.sessions_in(source, evidence, of) == 3
     monkeypatch.setattr(sample, "LONG_SESSION", evidence.requests / num_sessions)
     monkeypatch.setattr(sample, "ENOUGH_LONG_SESSIONS", num_sessions // 4)
-    assert sample.sessions_in(source, evidence, of) == 4, "of long sessions fewer are enough"
+    assert sample.sessions_in(source, evidence, of) == 4, "fewer long sessions are enough"
     monkeypatch.setattr(sample, "LONG_SESSION", evidence.requests / num_sessions + 0.01)
     assert sample.sessions_in(source, evidence, of) == 3
     monkeypatch.setattr(sample, "ENOUGH_SESSIONS", num_sessions // 10)
     two_requests = round(2 * evidence.block_refs / evidence.requests) + 1
     small = fleet(kv_bytes=2 * two_requests * MIB)
-    assert sample.sessions_in(source, evidence, small) == 2, "its part of the GPUs must hold two requests"
+    assert sample.sessions_in(source, evidence, small) == 2, "the scaled GPUs must hold two requests"
     few = gather(source, of, one_in=3)
     assert sample.scaled(of, evidence, few).scale == evidence.block_refs / few.block_refs
     with pytest.raises(ConfigError, match="sample: 0 is invalid; allowed: 1 to"):
@@ -569,10 +571,10 @@ ODD: dict[str, tuple[list[str], str]] = {
 
 @pytest.mark.parametrize("name", ODD)
 def test_odd_traces_have_sensible_answers(name: str, tmp_path: Path) -> None:
-    lines, said = ODD[name]
+    lines, expected = ODD[name]
     (tmp_path / "odd.jsonl").write_text("".join(lines))
     answer = planned(str(tmp_path / "odd.jsonl"), fleet(prices(ssd=drives()), prefill_tokens_per_s=1000.0))
-    assert said in " ".join(answer.cannot_tell)
+    assert expected in " ".join(answer.cannot_tell)
     assert 0 <= answer.chosen.saved <= answer.ceiling <= 1
     json.loads(answer.to_json())
     reused = name not in ("no reuse", "one request", "shorter than a block")
@@ -591,31 +593,31 @@ def test_a_trace_without_a_block_is_refused(tmp_path: Path) -> None:
         planned(str(tmp_path / "empty.jsonl"), fleet(gpus=2, replicas=2))
 
 
-def test_replicas_that_get_nothing_are_said(tmp_path: Path) -> None:
+def test_idle_replicas_are_reported(tmp_path: Path) -> None:
     path = written(tmp_path / "few.jsonl", [[1, 2], [1, 2, 3]])
     answer = planned(path, fleet(gpus=4, replicas=4))
     assert "3 of 4 replicas get no request." in answer.cannot_tell
 
 
-def test_what_holds_everything_says_that_it_is_never_full(loop: str) -> None:
+def test_a_purchase_that_is_never_full_is_reported(loop: str) -> None:
     full = "The purchase holds all blocks of the recording"
     assert full not in " ".join(planned(loop, saved=0.4).cannot_tell)
     large = prices(Ram(module="2GiB", price=1, slots=1))
     assert full in " ".join(planned(loop, fleet(large), saved=0.4).cannot_tell)
 
 
-def test_slots_that_are_too_few_are_said(loop: str) -> None:
-    said = "A host takes 4 modules of RAM: savings of more modules were not measured."
-    assert said in planned(loop, fleet(prices(Ram(module="5MiB", price=100, slots=4)))).cannot_tell
-    assert said not in planned(loop, fleet(prices(Ram(module="200MiB", price=100, slots=4)))).cannot_tell
+def test_a_limit_by_slots_is_reported(loop: str) -> None:
+    expected = "A host takes 4 modules of RAM: savings of more modules were not measured."
+    assert expected in planned(loop, fleet(prices(Ram(module="5MiB", price=100, slots=4)))).cannot_tell
+    assert expected not in planned(loop, fleet(prices(Ram(module="200MiB", price=100, slots=4)))).cannot_tell
 
 
-# ---- what is kept
+# ---- the journal
 
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Task]]:
-    """The tasks that are done in this process; the 8th one fails the first time."""
+    """Record the tasks of this process; the eighth task fails once."""
     done: list[Task] = []
 
     def counted(task: Task) -> Measurement | tasks.Failure:
@@ -626,7 +628,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Task]]:
     return done
 
 
-def test_what_was_interrupted_goes_on(loop: str, tmp_path: Path, replays: list[Task]) -> None:
+def test_an_interrupted_search_continues(loop: str, tmp_path: Path, replays: list[Task]) -> None:
     output = tmp_path / "rows.csv"
 
     def run(**target: Any) -> PlanAnswer:
@@ -637,17 +639,19 @@ def test_what_was_interrupted_goes_on(loop: str, tmp_path: Path, replays: list[T
         run(saved=0.4)
     assert not output.exists()
     answer = run(saved=0.4)
-    assert len(replays) == len(answer.rows), "each once, the failed one twice, and the row of nothing not"
+    assert len(replays) == len(answer.rows), (
+        "each task once, the failed task twice, the row without a purchase never"
+    )
     assert len(output.read_text().splitlines()) == 1 + len(answer.rows)
     before = len(replays)
     assert run(saved=0.4) == answer
     assert run(budget=2000).chosen == answer.chosen
-    assert len(replays) <= before + 3, "another target is answered from what is kept"
+    assert len(replays) <= before + 3, "another target uses the kept rows"
 
 
 @pytest.mark.slow
 def test_a_cluster_finds_the_same_plan(loop: str, tmp_path: Path, scheduler: str) -> None:
-    """Replicas, samples and SSDs; what was interrupted there goes on here."""
+    """Covers replicas, samples and SSDs. A search interrupted on the cluster continues in this process."""
     of = fleet(prices(ssd=drives()), gpus=2, replicas=2, kv_bytes=6 * MIB)
 
     def run(output: str, **where: Any) -> PlanAnswer:
@@ -666,20 +670,20 @@ def test_a_cluster_finds_the_same_plan(loop: str, tmp_path: Path, scheduler: str
 
 @pytest.mark.parametrize("one_in", [1, 2])
 def test_progress_never_goes_back(loop: str, one_in: int) -> None:
-    told: list[tuple[int, int, int, int]] = []
+    updates: list[tuple[int, int, int, int]] = []
     source = TraceSource(loop, None, False)
     answer = Plan(
         source, fleet(kv_bytes=6 * MIB), Target(saved=0.4), PLAIN, work=Work(jobs=1), one_in=one_in
-    ).run(lambda now: told.append((now.rows_done, now.rows, now.refs_done, now.refs)))
-    for before, after in itertools.pairwise(told):
+    ).run(lambda now: updates.append((now.rows_done, now.rows, now.refs_done, now.refs)))
+    for before, after in itertools.pairwise(updates):
         assert before[0] <= after[0]
         assert before[2] <= after[2]
-    assert all(done <= rows and refs_done <= refs for done, rows, refs_done, refs in told)
+    assert all(done <= rows and refs_done <= refs for done, rows, refs_done, refs in updates)
     replayed = len(answer.rows) - 1 + max(0, len(answer.sampled) - 1)
-    assert told[-1][0] == replayed, "the row of nothing is no replay"
+    assert updates[-1][0] == replayed, "the row without a purchase is no replay"
 
 
-def test_an_output_of_somebody_else_is_not_replaced(loop: str, tmp_path: Path) -> None:
+def test_a_foreign_output_file_is_not_replaced(loop: str, tmp_path: Path) -> None:
     output = tmp_path / "rows.csv"
     output.write_text("precious")
     with pytest.raises(ConfigError, match="--force replaces it"):
@@ -689,7 +693,7 @@ def test_an_output_of_somebody_else_is_not_replaced(loop: str, tmp_path: Path) -
 # ---- prices
 
 
-def test_the_prices_that_are_printed_are_read(tmp_path: Path) -> None:
+def test_printed_prices_can_be_read(tmp_path: Path) -> None:
     done = kvoffload("plan", "--show-prices")
     assert done.returncode == 0
     (tmp_path / "prices.toml").write_text(done.stdout)
@@ -697,9 +701,9 @@ def test_the_prices_that_are_printed_are_read(tmp_path: Path) -> None:
     (tmp_path / "prices.json").write_bytes(msgspec.json.encode(Prices()))
     assert read_prices(tmp_path / "prices.json") == Prices()
     assert set(flattened(Prices())) == set(MEANING)
-    mine = Prices(currency="EUR", ram=Ram(price=1.5))
-    (tmp_path / "prices.toml").write_text(as_toml(mine))
-    assert read_prices(tmp_path / "prices.toml") == mine
+    changed = Prices(currency="EUR", ram=Ram(price=1.5))
+    (tmp_path / "prices.toml").write_text(as_toml(changed))
+    assert read_prices(tmp_path / "prices.toml") == changed
 
 
 @pytest.mark.parametrize(
@@ -737,54 +741,54 @@ def test_wrong_prices_are_one_clear_error(text: str, why: str, tmp_path: Path) -
 # ---- the command
 
 
-def command(trace: str, tmp_path: Path, *more: str) -> tuple[str, ...]:
+def command(trace: str, tmp_path: Path, *extra: str) -> tuple[str, ...]:
     path = tmp_path / "prices.toml"
     path.write_text(as_toml(prices()))
-    if "--output" not in more:
-        more = (*more, "--output", str(kept(trace)), "--force")
+    if "--output" not in extra:
+        extra = (*extra, "--output", str(kept(trace)), "--force")
     return ("plan", trace, "--bytes-per-token", "2KiB", "--gpus", "1", "--kv-per-gpu", "5MiB",
             "--prices", str(path), "--policies", "lru", "--admissions", "all", "--jobs", "1", "--quiet",
-            *more)  # fmt: skip
+            *extra)  # fmt: skip
 
 
-def test_the_command_says_what_its_json_says(loop: str, tmp_path: Path) -> None:
+def test_text_and_json_of_the_command_agree(loop: str, tmp_path: Path) -> None:
     output = str(tmp_path / "rows.csv")
     arguments = command(loop, tmp_path, "--target-saved", "0.4", "--output", output)
     done = kvoffload(*arguments, "--format", "json")
     assert (done.returncode, done.stderr) == (0, "")
-    found = msgspec.json.decode(done.stdout, type=PlanAnswer)
-    assert found.chosen.ram_modules == 19
+    answer = msgspec.json.decode(done.stdout, type=PlanAnswer)
+    assert answer.chosen.ram_modules == 19
     shown = kvoffload(*arguments)
     assert shown.returncode == 0
     text = " ".join(shown.stdout.split())
-    for sentence in (*found.words, *found.cannot_tell, found.vllm):
+    for sentence in (*answer.words, *answer.cannot_tell, answer.vllm):
         assert " ".join(sentence.split()) in text
-    for row in found.frontier:
+    for row in answer.frontier:
         assert f"{100 * row.saved:.1f}%" in text
-    flag, value = shlex.split(found.vllm)
+    flag, value = shlex.split(answer.vllm)
     assert flag == "--kv-transfer-config"
     options = parse_options(json.loads(value)["kv_connector_extra_config"])
     assert (options.ram_bytes, options.policy, options.store) == (95 * MIB, "lru", "on-device-eviction")
 
 
-def test_a_disk_stands_in_the_line_for_vllm(loop: str, tmp_path: Path) -> None:
+def test_the_vllm_option_contains_the_disk(loop: str, tmp_path: Path) -> None:
     arguments = command(loop, tmp_path, "--target-saved", "0.4", "--format", "json", "--stores", "on-compute")
     (tmp_path / "prices.toml").write_text(as_toml(prices(ssd=drives())))
-    found = json.loads(kvoffload(*arguments).stdout)
-    assert found["chosen"]["ssd_drives"] == 1
-    extra = json.loads(shlex.split(found["vllm"])[1])["kv_connector_extra_config"]
+    answer = json.loads(kvoffload(*arguments).stdout)
+    assert answer["chosen"]["ssd_drives"] == 1
+    extra = json.loads(shlex.split(answer["vllm"])[1])["kv_connector_extra_config"]
     (tier,) = parse_options(extra).tiers
     assert str(tier).startswith(f"disk:/data/kv:{400 * MIB}")
 
 
-def test_what_is_not_reached_is_exit_code_1(loop: str, tmp_path: Path) -> None:
+def test_an_unreached_target_exits_with_1(loop: str, tmp_path: Path) -> None:
     done = kvoffload(*command(loop, tmp_path, "--target-saved", "0.4", "--budget", "500"))
     assert done.returncode == 1
     assert "No feasible purchase for 500 USD saves 40.0%" in done.stdout
 
 
 @pytest.mark.parametrize(
-    ("more", "why"),
+    ("options", "why"),
     [
         (("--target-saved", "0.9"), "target-saved: 0.9 is invalid; the ceiling is 0.4500"),
         (("--load", "fast"), "load: 'fast' is invalid; allowed: a number more than 0"),
@@ -794,8 +798,10 @@ def test_what_is_not_reached_is_exit_code_1(loop: str, tmp_path: Path) -> None:
         (("--model", "gpt-x"), "bytes-per-token"),
     ],
 )
-def test_mistakes_are_one_line(loop: str, tmp_path: Path, more: tuple[str, ...], why: str) -> None:
-    done = kvoffload(*command(loop, tmp_path, *more))
+def test_invalid_options_are_a_one_line_error(
+    loop: str, tmp_path: Path, options: tuple[str, ...], why: str
+) -> None:
+    done = kvoffload(*command(loop, tmp_path, *options))
     assert done.returncode == 2
     assert why in done.stderr
     assert done.stdout == ""
@@ -808,13 +814,13 @@ def test_sizes_need_the_bytes_of_a_token(loop: str) -> None:
 
 
 def test_the_gpu_cache_in_tokens(loop: str, tmp_path: Path) -> None:
-    """5 MiB of 2 KiB a token are 2,560 tokens."""
+    """5 MiB at 2 KiB per token are 2,560 tokens."""
     in_bytes = command(loop, tmp_path, "--format", "json")
     at = in_bytes.index("--kv-per-gpu")
     in_tokens = (*in_bytes[:at], "--gpu-tokens", "2560", *in_bytes[at + 2 :])
-    found = [json.loads(kvoffload(*arguments).stdout) for arguments in (in_bytes, in_tokens)]
-    assert found[0]["rows"] == found[1]["rows"]
-    assert "1, 5 blocks in each engine" in str(found[1]["assumptions"])
+    answers = [json.loads(kvoffload(*arguments).stdout) for arguments in (in_bytes, in_tokens)]
+    assert answers[0]["rows"] == answers[1]["rows"]
+    assert "1, 5 blocks in each engine" in str(answers[1]["assumptions"])
     both = kvoffload(*in_bytes, "--gpu-tokens", "2560")
     neither = kvoffload(*in_bytes[:at], *in_bytes[at + 2 :])
     for done in (both, neither):
@@ -858,10 +864,10 @@ def test_copies_of_tensor_parallelism_are_warned_of(
     tmp_path: Path, config: dict[str, object], gpus: int, given: bool, warning: str
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with click.Context(click.Command("plan")), contextlib.redirect_stderr(io.StringIO()) as told:
+    with click.Context(click.Command("plan")), contextlib.redirect_stderr(io.StringIO()) as stderr:
         for _ in range(2):
             warn_of_copies(str(tmp_path), gpus, has_gpu_tokens=given)
-    assert (warning in told.getvalue(), told.getvalue().count("\n")) == (True, int(bool(warning)))
+    assert (warning in stderr.getvalue(), stderr.getvalue().count("\n")) == (True, int(bool(warning)))
     assert kv_heads("meta-llama/Llama-3.1-8B-Instruct") == 8
 
 
@@ -890,33 +896,33 @@ def test_no_line_ends_between_a_number_and_its_unit(loop: str, tmp_path: Path, c
     assert not [
         line for line in answer if re.search(r"\d$", line) or re.match(r"(%|GiB|MiB|USD|points)", line)
     ]
-    assert "\u00a0" not in done.stdout, "lines can be searched and pasted"
+    assert "\u00a0" not in done.stdout, "spaces can be searched and pasted"
     if columns < 110:
-        # In a table of three columns the sources were broken within words.
+        # Regression: a table of three columns broke the sources within words.
         assumptions = done.stdout.split("\nAssumptions\n")[1].split("\nEach engine")[0]
         assert (
             " block: 2 MiB; bytes of a token" in assumptions
             or " block: 1 MiB; bytes of a token" in assumptions
         )
-        assert all(len(one) <= columns for one in assumptions.splitlines())
+        assert all(len(assumption) <= columns for assumption in assumptions.splitlines())
 
 
 def test_the_answer_explains_its_terms_once(chat: str, loop: str) -> None:
     answer = planned(loop, saved=0.4)
-    (use,) = [one for one in answer.words if one.startswith("Use ")]
+    (use,) = [sentence for sentence in answer.words if sentence.startswith("Use ")]
     meanings = {"on-compute": "RAM takes each block when it is computed",
                 "on-device-eviction": "RAM takes the blocks that the GPUs drop"}  # fmt: skip
     assert f"{answer.chosen.store}: {meanings[answer.chosen.store]}. That is" in use
-    said = " ".join(planned(chat).words)
-    assert said.count("(the ceiling)") == 1
+    text = " ".join(planned(chat).words)
+    assert text.count("(the ceiling)") == 1
     for term in ("sure", "likely"):
-        explained, mentioned = said.count(f"({term}: the 95% interval"), said.count(f"({term}")
+        explained, mentioned = text.count(f"({term}: the 95% interval"), text.count(f"({term}")
         assert explained == (mentioned > 0)
 
 
 def test_the_sections_of_an_answer_are_its_words(loop: str) -> None:
     answer = planned(loop, saved=0.4)
-    assert [one for section in answer.sections for one in section.sentences] == answer.words
+    assert [sentence for section in answer.sections for sentence in section.sentences] == answer.words
     assert [section.title for section in answer.sections] == ["", "Other purchases", "Limits"]
 
 

@@ -1,4 +1,4 @@
-"""Plans with one RAM pool in each host: hits by hand, replays of all engines at once, what cannot be."""
+"""Plans with one RAM pool per host: hits by hand, replays of all engines, refused configurations."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ BOTH = Setups(("on-compute", "on-device-eviction"), ("lru",), ("all",), ("lru",)
 
 
 def two(**others: Any) -> Fleet:
-    """Two engines of one host with GPUs of 5 blocks each, whose requests are divided by lot."""
+    """Two engines of one host, GPUs of 5 blocks each, random routing."""
     ram = Ram(module="100MiB", price=100, slots=8)
     options: dict[str, Any] = {"gpus": 2, "replicas": 2, "routing": "random", "shared_ram": True, **others}
     return fleet(prices(ram), **options)
@@ -61,16 +61,16 @@ def test_each_machine_has_a_pool(workload: Trace, routing: str) -> None:
     assert isinstance(run, SharedReplay)
     report = run.run()
     machine_of = route(workload, 6, routing) // 2
-    one = ReplayConfig(100, device_blocks=60, instances=2, shared_ram=True)
+    config_of_host = ReplayConfig(100, device_blocks=60, instances=2, shared_ram=True)
     apart = []
     for number in range(3):
         requests = np.flatnonzero(machine_of == number)
         own = workload.of_requests(requests)
-        apart.append(Replay(own, one, engine_of=route(workload, 6, routing)[requests] % 2))
+        apart.append(Replay(own, config_of_host, engine_of=route(workload, 6, routing)[requests] % 2))
     reports = [replay.run() for replay in apart]
-    assert report.prefix_hit_blocks == sum(one.prefix_hit_blocks for one in reports)
-    assert report.hit_blocks_of_others == sum(one.hit_blocks_of_others for one in reports)
-    assert report.blocks_written == sum(one.blocks_written for one in reports)
+    assert report.prefix_hit_blocks == sum(own_report.prefix_hit_blocks for own_report in reports)
+    assert report.hit_blocks_of_others == sum(own_report.hit_blocks_of_others for own_report in reports)
+    assert report.blocks_written == sum(own_report.blocks_written for own_report in reports)
     assert (report.instances, report.shared_ram) == (6, True)
     assert report.prefix_hit_ratio <= report.optimum_hit_ratio < report.infinite_hit_ratio
     hits = [own.tolist() for replay in apart for own in replay.hits_of_instances]
@@ -78,11 +78,11 @@ def test_each_machine_has_a_pool(workload: Trace, routing: str) -> None:
     assert len(hits) == 6
 
 
-def test_as_many_machines_as_engines_share_nothing(workload: Trace) -> None:
-    one = ReplayConfig(100, device_blocks=60, instances=3)
+def test_one_engine_per_machine_shares_nothing(workload: Trace) -> None:
+    private = ReplayConfig(100, device_blocks=60, instances=3)
     pools = ReplayConfig(100, device_blocks=60, instances=3, shared_ram=True, machines=3)
-    found, expected = replay_of(workload, pools).run(), replay_of(workload, one).run()
-    assert found.decisions_sha256 == expected.decisions_sha256
+    pooled, expected = replay_of(workload, pools).run(), replay_of(workload, private).run()
+    assert pooled.decisions_sha256 == expected.decisions_sha256
     tiers = parse_tiers("tiers", "300")
     pools = ReplayConfig(50, tiers=tiers, instances=4, routing="random", shared_ram=True, machines=2)
     report = replay_of(workload, pools).run()
@@ -92,7 +92,7 @@ def test_as_many_machines_as_engines_share_nothing(workload: Trace) -> None:
 
 
 @pytest.mark.parametrize(("machines", "shared"), [(2, False), (3, True), (0, True)])
-def test_machines_that_cannot_be_are_refused(machines: int, shared: bool) -> None:
+def test_invalid_numbers_of_machines_are_refused(machines: int, shared: bool) -> None:
     with pytest.raises(ConfigError, match="machines: "):
         ReplayConfig(1, instances=4, shared_ram=shared, machines=machines)
 
@@ -100,7 +100,7 @@ def test_machines_that_cannot_be_are_refused(machines: int, shared: bool) -> Non
 # ---- by hand
 
 
-def test_what_engines_ask_of_each_other_is_saved_by_a_pool(twice: str) -> None:
+def test_a_pool_saves_blocks_of_other_engines(twice: str) -> None:
     again = asked_twice()[1]
     answer = planned(twice, two(), of_ceiling=1.0)
     row = answer.chosen
@@ -109,7 +109,7 @@ def test_what_engines_ask_of_each_other_is_saved_by_a_pool(twice: str) -> None:
     assert row.saved == row.by_ram == answer.ceiling == again / REQUESTS
     assert answer.ceiling_apart == row.by_gpus == 0
     size = row.ram_bytes // MIB
-    (sentence,) = [one for one in answer.words if one.startswith("One pool of ")]
+    (sentence,) = [sentence for sentence in answer.words if sentence.startswith("One pool of ")]
     points = f"{100 * again / REQUESTS:.1f} points more "
     assert sentence.startswith(
         f"One pool of {size} MiB for 2 engines instead of 2 of {size // 2} MiB saves {points}"
@@ -121,17 +121,17 @@ def test_what_engines_ask_of_each_other_is_saved_by_a_pool(twice: str) -> None:
         in (words(answer))
     )
     assert "in the host, as one pool that its 2 engines share." in words(answer)
-    assert any(found.name == "RAM pools" for found in answer.assumptions)
+    assert any(assumption.name == "RAM pools" for assumption in answer.assumptions)
 
 
-def test_a_pool_that_saves_less_is_said(tmp_path: Path) -> None:
-    """Each engine repeats ten blocks: five fit its GPU, and five its victim tier."""
+def test_a_pool_that_saves_less_is_reported(tmp_path: Path) -> None:
+    """Each engine repeats ten blocks: five fit into its GPU, and five into its victim tier."""
     trace = written(tmp_path / "loops.jsonl", [(n // 2 % 10 + 10 * (n % 2),) for n in range(400)])
     of = replace(two(routing="round-robin"), prices=prices(Ram(module="10MiB", price=100, slots=1)))
     answer = planned(trace, of, BOTH)
     assert str(answer.chosen.setup) == "lru, on-device-eviction"
     assert answer.chosen.saved == 0.95
-    (sentence,) = [one for one in answer.words if one.startswith("One pool of ")]
+    (sentence,) = [sentence for sentence in answer.words if sentence.startswith("One pool of ")]
     begin = "One pool of 10 MiB for 2 engines instead of 2 of 5 MiB would save 95.0 points less (likely"
     assert sentence.startswith(begin)
     assert {row.shared_ram for row in answer.rows} == {False, True}
@@ -150,25 +150,25 @@ def test_rows_are_replays_of_all_engines(chat: str, options: dict[str, Any]) -> 
                **{"gpus": 2, "replicas": 2, "routing": "random", "shared_ram": True, **options})  # fmt: skip
     evidence = gather(TraceSource(chat, None, False), of, is_shared=True)
     setup = Setup("on-compute", "lru", "all", shared_ram=True)
-    found, trace = row_of(evidence, of, Purchase(2, 0), setup), load_trace(chat)
+    measured, trace = row_of(evidence, of, Purchase(2, 0), setup), load_trace(chat)
     config = ReplayConfig(
         of.blocks(of.ram_bytes(Purchase(2, 0))), device_blocks=of.device_blocks, instances=of.replicas,
         routing=of.routing, shared_ram=True, machines=of.hosts,
     )  # fmt: skip
     report = replay_of(trace, config).run()
-    row = found.row
+    row = measured.row
     assert row.saved == report.prefix_hit_blocks / trace.block_refs
     assert row.by_ram == pytest.approx(report.offload_hit_blocks / trace.block_refs)
     assert row.by_gpus == pytest.approx(evidence.device_share)
     assert row.saved <= row.optimum <= evidence.ceiling
     assert row.optimum == pytest.approx(report.optimum_hit_ratio)
-    assert len(found.hits) == len(evidence.refs)
+    assert len(measured.hits) == len(evidence.refs)
     apart = row_of(evidence, of, Purchase(2, 0), Setup("on-compute", "lru", "all")).row
     assert (apart.by_gpus, apart.ram_blocks) == (pytest.approx(row.by_gpus), row.ram_blocks)
 
 
 @pytest.mark.slow
-def test_pools_may_stand_in_front_of_servers(chat: str) -> None:
+def test_pools_and_servers_can_be_combined(chat: str) -> None:
     for_sale = prices(Ram(module="1GiB", price=100, slots=4), server=server())
     of = fleet(for_sale, 20 * MIB, gpus=4, replicas=4, routing="random", shared_ram=True)
     evidence = gather(TraceSource(chat, None, False), of, is_shared=True)
@@ -222,7 +222,8 @@ def test_a_pool_is_timed_with_its_engines(twice: str) -> None:
     answer = planned(twice, two(machine=on), ttft_p90_s=1000.0)
     assert not any(row.shared_ram for row in answer.rows)
     assert any(
-        one.startswith("With a target in seconds no RAM pools are searched") for one in answer.cannot_tell
+        sentence.startswith("With a target in seconds no RAM pools are searched")
+        for sentence in answer.cannot_tell
     )
 
 

@@ -1,4 +1,4 @@
-"""Plans with servers that replicas share: hits by hand, replays of all engines at once, what cannot be."""
+"""Plans with shared cache servers: hits by hand, replays of all engines, infeasible rows, and waits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from support.simulated_machine import machine
 
 
 def two(of_server: Server | None = None, ram: Ram | None = None, **others: Any) -> Fleet:
-    """Two engines of 5 blocks each, whose requests are divided by lot."""
+    """Two engines with GPUs of 5 blocks each, random routing."""
     ram = ram or Ram(module="10MiB", price=100, slots=4)
     options = {"gpus": 2, "replicas": 2, "routing": "random", **others}
     return fleet(prices(ram, server=of_server or server()), **options)
@@ -42,7 +42,7 @@ def two(of_server: Server | None = None, ram: Ram | None = None, **others: Any) 
 # ---- by hand
 
 
-def test_what_engines_ask_of_each_other_is_saved_by_servers_alone(twice: str) -> None:
+def test_servers_save_blocks_of_other_engines(twice: str) -> None:
     again, duration_s = asked_twice()[1], (REQUESTS - 1) * STEP_S
     assert 60 < again < 100
     answer = planned(twice, two(), of_ceiling=1.0)
@@ -51,7 +51,7 @@ def test_what_engines_ask_of_each_other_is_saved_by_servers_alone(twice: str) ->
     assert (row.price, row.server_bytes, row.server_blocks) == (150, 1024 * MIB, int(1024 / 1.03))
     assert row.saved == row.by_servers == answer.ceiling == again / REQUESTS
     assert row.by_gpus == row.by_ram == row.by_ssds == answer.ceiling_apart == answer.by_gpus == 0
-    # What is asked again is read; all that is different is written, once.
+    # Repeated prompts are read; each different prompt is written once.
     assert row.server_read_bytes_per_s == pytest.approx(2 * again * MIB / duration_s)
     assert row.server_write_bytes_per_s == pytest.approx(2 * (REQUESTS - again) * MIB / duration_s)
     assert row.ssd_write_bytes_per_s is row.drive_writes_a_day is None
@@ -61,7 +61,7 @@ def test_what_engines_ask_of_each_other_is_saved_by_servers_alone(twice: str) ->
     assert answer.words[0].endswith(f"0.0% by RAM, {share} by servers.")
     use = "That is 1 module of 10MiB in the host, and a cache server of 1 GiB that all 2 engines share."
     assert use in words(answer)
-    (sharing,) = [one for one in answer.words if one.startswith("Without servers: ")]
+    (sharing,) = [sentence for sentence in answer.words if sentence.startswith("Without servers: ")]
     less = f"10 MiB of RAM for 100 USD would save 0.0%, {100 * again / REQUESTS:.1f} points less "
     assert sharing.startswith(f"Without servers: {less}")
     assert sharing.endswith(("is above 0).", "slowly)."))
@@ -81,28 +81,28 @@ def test_servers_are_timed_with_all_engines(twice: str) -> None:
     assert timed is not None
     assert (timed.all_engines, timed.engines, timed.requests) == (True, 2, REQUESTS)
     assert timed.machine.value("disk_read_bytes_per_s") == 2 * MIB, "half of the server's link"
-    # A new prompt takes two seconds. A prompt that the other engine has computed: 1 ms and half a second from
-    # the server, 0.1 + 1/4 s from RAM to the GPU, and a second for the last block.
+    # A new prompt takes 2 s. A prompt computed by the other engine takes 1 ms + 0.5 s from the server,
+    # 0.1 + 0.25 s from RAM to the GPU, and 1 s for the last block.
     assert timed.without.ttft_s.mean == pytest.approx(2)
     mean = (2 * (REQUESTS - again) + again * (0.001 + 0.5 + 0.35 + 1)) / REQUESTS
     assert timed.with_offload.ttft_s.mean == pytest.approx(mean, rel=1e-3)
     assert timed.with_offload.offload_hit_blocks == again
     ram, below = timed.with_offload.tiers
     assert (ram.hit_blocks, below.hit_blocks) == (0, again)
-    # Two engines write all that is new, each block once; an engine's last write ends after its last request.
+    # Two engines write every new block once; an engine's last write can end after the recording.
     assert 2 * (REQUESTS - again) - 2 <= below.written <= 2 * (REQUESTS - again)
     assert timed.server_break_even_tokens == pytest.approx(0.101 * 512 / (1 - 1 / 4 - 1 / 2))
     assert answer.chosen.ttft_p90_s == timed.with_offload.ttft_s.p90
-    said = words(answer)
-    assert "RAM and servers keep up with their writes." in said
-    assert "is waiting in the queue or for servers" in said
-    assert "Loading from servers beats computing from" in said
-    assert "on the busiest of" not in said
+    text = words(answer)
+    assert "RAM and servers keep up with their writes." in text
+    assert "is waiting in the queue or for servers" in text
+    assert "Loading from servers beats computing from" in text
+    assert "on the busiest of" not in text
     share = 100 * again / REQUESTS / 2
-    assert f"it saves {share:.1f}% of the prefill in time" in said
+    assert f"it saves {share:.1f}% of the prefill in time" in text
 
 
-def test_what_servers_would_bring_is_said_where_they_are_too_dear(twice: str) -> None:
+def test_the_gain_of_too_expensive_servers_is_reported(twice: str) -> None:
     answer = planned(twice, two(server(price=1000)), budget=500)
     assert answer.chosen.purchase == NOTHING
     assert "servers" not in answer.words[0]
@@ -111,39 +111,39 @@ def test_what_servers_would_bring_is_said_where_they_are_too_dear(twice: str) ->
     dear = planned(written(Path(twice).with_name("loop.jsonl"), loop), of, saved=0.3)
     assert dear.chosen.servers == 0
     assert dear.chosen.ram_modules
-    (said,) = [one for one in dear.words if one.startswith("The cheapest with servers: ")]
-    assert "10 MiB of RAM and a cache server of 1 GiB for 3,100 USD would save 90.0%, " in said
-    assert " points more (" in said
+    (gain,) = [sentence for sentence in dear.words if sentence.startswith("The cheapest with servers: ")]
+    assert "10 MiB of RAM and a cache server of 1 GiB for 3,100 USD would save 90.0%, " in gain
+    assert " points more (" in gain
 
 
-def test_blocks_of_servers_are_of_all_engines() -> None:
+def test_server_blocks_are_not_divided_by_replicas() -> None:
     of = two(server(memory="103MiB", price=7, slots=6), scale=2.0)
-    assert of.server_blocks(Purchase(1, 0, 1)) == 50, "not divided by replicas, but by the scale"
+    assert of.server_blocks(Purchase(1, 0, 1)) == 50, "divided by the scale, not by replicas"
     assert of.server_blocks(Purchase(1, 0, 4)) == 200
     assert of.server_bytes(Purchase(1, 0, 4)) == 412 * MIB
     assert of.price(Purchase(2, 0, 3)) == 200 + 21
     assert of.server_steps(10_000) == [1, 2, 4, 6]
-    assert of.server_steps(120) == [1, 2, 3], "more than all ask for is not looked at"
+    assert of.server_steps(120) == [1, 2, 3], "more servers than the recording's blocks are not searched"
     assert two(server(memory="1KiB", slots=4)).server_steps(100) == []
 
 
 @pytest.mark.slow
 def test_the_fewest_servers_are_found_between_coarse_steps(twice: str) -> None:
-    trace, asked = load_trace(twice), asked_twice()[1] / REQUESTS
+    trace, ceiling = load_trace(twice), asked_twice()[1] / REQUESTS
     of = two(server(memory="5.15MiB", slots=8), Ram(module="2MiB", price=1, slots=1))
-    found = {}
+    saved = {}
     for servers in range(1, 9):
         tiers = parse_tiers("tiers", f"{of.server_blocks(Purchase(1, 0, servers))},policy=lru")
         config = ReplayConfig(1, device_blocks=5, tiers=tiers, instances=2, routing="random")
-        found[servers] = SharedReplay(trace, config).run().prefix_hit_ratio
-    needed = next(share for servers, share in found.items() if servers % 2 and share > 0.3 * asked)
-    fewest = min(servers for servers, share in found.items() if share >= needed)
-    assert fewest in (3, 5, 6, 7), "no coarse step"
+        saved[servers] = SharedReplay(trace, config).run().prefix_hit_ratio
+    needed = next(share for servers, share in saved.items() if servers % 2 and share > 0.3 * ceiling)
+    fewest = min(servers for servers, share in saved.items() if share >= needed)
+    assert fewest in (3, 5, 6, 7), "between the coarse steps"
     answer = planned(twice, of, saved=needed)
     assert answer.chosen.purchase == Purchase(1, 0, fewest)
 
 
-# ---- paired with the rows without
+# ---- compared with rows without servers
 
 
 @pytest.mark.parametrize("routing", ["session", "prefix", "random"])
@@ -161,12 +161,12 @@ def test_a_useless_server_changes_nothing(chat: str, routing: str, store: str) -
     assert shared.row.server_write_bytes_per_s == shared.row.by_servers == 0
     assert difference(evidence, shared, alone) == (0, 0, 0)
     used = row_of(evidence, of, Purchase(2, 0, 1), Setup(store, "lru", "all", server_admission="all"))
-    # A victim tier shares only what the GPUs have dropped.
+    # A victim tier shares only blocks evicted by the GPUs.
     assert used.row.saved > alone.row.saved or store == "on-device-eviction"
 
 
-def test_windows_are_those_of_each_engine_by_itself(tmp_path: Path) -> None:
-    """One engine of three has most requests, and one none with a block: its windows are nobody's."""
+def test_windows_are_cut_by_engine(tmp_path: Path) -> None:
+    """One of three engines has most requests, and one has only requests without blocks."""
     engines = whole_numbers(90, 3, seed=0).tolist()
     lines = [
         line(10_000 * n, [n % 7] if engine else [])
@@ -221,20 +221,22 @@ def test_rows_with_servers_are_replays_of_all_engines(chat: str, options: dict[s
 
 
 def test_a_sample_is_searched_and_confirmed_with_servers(twice: str) -> None:
-    source, told = TraceSource(twice, None, False), list[tuple[int, int]]()
+    source, updates = TraceSource(twice, None, False), list[tuple[int, int]]()
     plan = Plan(source, two(), Target(of_ceiling=0.9), PLAIN, work=Work(jobs=1), one_in=2)
-    answer = plan.run(lambda now: told.append((now.rows_done, now.rows)))
+    answer = plan.run(lambda now: updates.append((now.rows_done, now.rows)))
     assert answer.chosen.servers == 1
     assert {row.one_in for row in answer.sampled} == {2}
     assert any(row.servers for row in answer.sampled)
-    assert any(row.ram_modules and not row.servers for row in answer.rows), "what sharing is measured by"
+    assert any(row.ram_modules and not row.servers for row in answer.rows), "the baseline of sharing"
     assert "Without servers: " in words(answer)
     assert answer.chosen.saved == answer.ceiling == asked_twice()[1] / REQUESTS
-    assert told == sorted(told, key=lambda now: now[0])
-    assert told[-1][0] == len(answer.rows) - 1 + len(answer.sampled) - 1
+    assert updates == sorted(updates, key=lambda now: now[0])
+    assert updates[-1][0] == len(answer.rows) - 1 + len(answer.sampled) - 1
 
 
-def test_what_is_kept_answers_again(twice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_plan_is_answered_from_the_journal(
+    twice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def run() -> PlanAnswer:
         source, output = TraceSource(twice, None, False), tmp_path / "rows.csv"
         return Plan(source, two(), Target(of_ceiling=1.0), PLAIN, work=Work(jobs=1, output=output)).run()
@@ -247,7 +249,7 @@ def test_what_is_kept_answers_again(twice: str, tmp_path: Path, monkeypatch: pyt
     assert len(rows) == len(first.rows)
 
 
-# ---- what cannot be, and what is not looked at
+# ---- infeasible rows, and rows that are not searched
 
 
 @pytest.mark.parametrize(
@@ -258,7 +260,7 @@ def test_what_is_kept_answers_again(twice: str, tmp_path: Path, monkeypatch: pyt
         ({"host_link_per_s": "20KB"}, "to servers in the busiest minute exceed the hosts' network"),
     ],
 )
-def test_a_network_that_is_too_slow_is_a_reason(twice: str, options: dict[str, str], why: str) -> None:
+def test_a_slow_network_makes_rows_infeasible(twice: str, options: dict[str, str], why: str) -> None:
     answer = planned(twice, two(server(slots=2, **options)), of_ceiling=0.5)
     assert answer.outcome == "NOT_REACHED"
     rows = [row for row in answer.rows if row.servers and row.by_servers > 0.2]
@@ -269,9 +271,9 @@ def test_a_network_that_is_too_slow_is_a_reason(twice: str, options: dict[str, s
 
 
 def test_each_server_has_a_network_of_its_own(twice: str) -> None:
-    one = planned(twice, two(server(memory="2GiB")), of_ceiling=1.0).chosen
-    assert one.server_write_bytes_per_s is not None
-    link = f"{0.75 * one.server_write_bytes_per_s * one.busy / 1000:.6f}KB"
+    chosen = planned(twice, two(server(memory="2GiB")), of_ceiling=1.0).chosen
+    assert chosen.server_write_bytes_per_s is not None
+    link = f"{0.75 * chosen.server_write_bytes_per_s * chosen.busy / 1000:.6f}KB"
     small = Server(memory="100MiB", price=50, slots=4, link_per_s=link)
     rows = [row for row in planned(twice, two(small), of_ceiling=0.1).rows if row.servers]
     assert {row.servers: row.feasible for row in rows} == {1: False, 2: True, 3: True}
@@ -286,10 +288,10 @@ def test_without_times_no_server_is_bought(tmp_path: Path) -> None:
 
 
 def sources(answer: PlanAnswer) -> dict[str, str]:
-    return {one.name: f"{one.value}: {one.source}" for one in answer.assumptions}
+    return {assumption.name: f"{assumption.value}: {assumption.source}" for assumption in answer.assumptions}
 
 
-def test_one_engine_shares_with_nobody(twice: str) -> None:
+def test_one_engine_searches_no_servers(twice: str) -> None:
     answer = planned(twice, two(gpus=1, replicas=1))
     assert not any(row.servers for row in answer.rows)
     assert answer.ceiling == answer.ceiling_apart
@@ -302,14 +304,14 @@ def test_one_engine_shares_with_nobody(twice: str) -> None:
     assert looked_at["server.memory"].startswith("1GiB")
 
 
-def test_none_for_sale_is_as_before(twice: str) -> None:
+def test_without_servers_for_sale_none_are_mentioned(twice: str) -> None:
     answer = planned(twice, two(server(slots=0)))
     assert not any(row.servers for row in answer.rows)
     assert answer.ceiling == 0
     assert "server" not in " ".join([*answer.words, *answer.cannot_tell, *sources(answer)])
 
 
-def test_what_holds_everything_says_that_it_is_never_full(twice: str) -> None:
+def test_a_purchase_that_is_never_full_is_reported(twice: str) -> None:
     full = "The purchase holds all blocks of the recording"
     assert full in " ".join(planned(twice, two(), of_ceiling=1.0).cannot_tell)
     small = planned(twice, two(server(memory="50MiB")), saved=0.05)
@@ -317,11 +319,11 @@ def test_what_holds_everything_says_that_it_is_never_full(twice: str) -> None:
     assert full not in " ".join(small.cannot_tell)
 
 
-# ---- no clock for what is shared
+# ---- waits
 
 
-def test_waits_are_of_rows_without_servers_also_where_the_second_engine_has_most(tmp_path: Path) -> None:
-    """The engine with most references is timed; rows with servers are of both at once, and are not."""
+def test_rows_with_servers_have_no_waits(tmp_path: Path) -> None:
+    """The second engine has most references and is timed; rows with servers span both engines, untimed."""
     second = whole_numbers(200, 2, seed=0).tolist()
     loop = [tuple(range(5 * n, 5 * n + 2 + 2 * second[n % 20])) for _ in range(10) for n in range(20)]
     path = written(tmp_path / "uneven.jsonl", loop, step_ms=1000 * STEP_S)
@@ -340,12 +342,12 @@ def test_timed_servers_are_kept_in_the_journal(twice: str, tmp_path: Path) -> No
     kept = tmp_path / "kept.csv"
     answer = Plan(source, of, Target(of_ceiling=1.0), PLAIN, work=Work(jobs=1, output=kept)).run()
     assert answer.chosen.servers
-    seen = list[Progress]()
+    updates = list[Progress]()
     again = Plan(source, of, Target(of_ceiling=1.0), PLAIN, work=Work(jobs=1, output=kept, force=True)).run(
-        seen.append
+        updates.append
     )
     assert again.in_time == answer.in_time
-    assert not [now for now in seen if now.of == "timed replays"]
+    assert not [now for now in updates if now.of == "timed replays"]
     slower = two(server(link_per_s="1MiB"), machine=by_hand())
     other = Plan(
         source, slower, Target(of_ceiling=1.0), PLAIN, work=Work(jobs=1, output=kept, force=True)
@@ -358,7 +360,7 @@ def test_timed_servers_are_kept_in_the_journal(twice: str, tmp_path: Path) -> No
     assert not alone.in_time.all_engines
 
 
-def test_what_ssds_would_add_is_said_of_equal_servers(twice: str) -> None:
+def test_ssds_that_save_less_than_servers_are_not_mentioned(twice: str) -> None:
     of = fleet(
         prices(Ram(module="10MiB", price=100, slots=4), drives(), server=server()),
         gpus=2, replicas=2, routing="random",
@@ -366,12 +368,12 @@ def test_what_ssds_would_add_is_said_of_equal_servers(twice: str) -> None:
     answer = planned(twice, of, of_ceiling=1.0)
     assert answer.chosen.purchase == Purchase(1, 0, 1)
     behind_equal_ram = [row for row in answer.rows if row.ssd_drives and row.ram_modules == 1]
-    assert behind_equal_ram, "which save nothing, and stand behind RAM without servers"
+    assert behind_equal_ram, "rows with SSDs and the same RAM"
     assert max(row.saved for row in behind_equal_ram) < answer.chosen.saved
     assert "SSD" not in words(answer)
 
 
-def test_a_target_in_seconds_is_of_what_can_be_timed(twice: str) -> None:
+def test_a_ttft_target_searches_no_servers(twice: str) -> None:
     answer = planned(twice, two(machine=by_hand()), ttft_p90_s=1.0)
     assert not any(row.servers for row in answer.rows)
     assert (
@@ -385,7 +387,7 @@ def test_a_target_in_seconds_is_of_what_can_be_timed(twice: str) -> None:
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_servers_stand_in_the_line_for_vllm(twice: str, tmp_path: Path, slots: int) -> None:
+def test_the_vllm_option_contains_the_servers(twice: str, tmp_path: Path, slots: int) -> None:
     memory = "1GiB" if slots == 1 else "10MiB"
     of_prices = prices(Ram(module="10MiB", price=100, slots=4), server=server(memory=memory, slots=slots))
     (tmp_path / "prices.toml").write_text(as_toml(of_prices))
@@ -396,25 +398,25 @@ def test_servers_stand_in_the_line_for_vllm(twice: str, tmp_path: Path, slots: i
                  "--output", tmp_path / "rows.csv")  # fmt: skip
     done = kvoffload(*arguments, "--format", "json")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["chosen"]["servers"] == slots
-    extra = json.loads(shlex.split(found["vllm"])[1])["kv_connector_extra_config"]
+    answer = json.loads(done.stdout)
+    assert answer["chosen"]["servers"] == slots
+    extra = json.loads(shlex.split(answer["vllm"])[1])["kv_connector_extra_config"]
     (tier,) = parse_options(extra).tiers
     nodes = ",".join(f"cache-server-{number + 1}:6379" for number in range(slots))
     assert str(tier).startswith(f"{'valkey' if slots == 1 else 'valkey+cluster'}://{nodes}/kv")
     shown = kvoffload(*arguments)
-    assert found["vllm"] in shown.stdout
+    assert answer["vllm"] in shown.stdout
     text = " ".join(shown.stdout.split())
     assert "Each engine (replace paths and addresses by yours):" in text
-    for sentence in (*found["words"], *found["cannot_tell"]):
+    for sentence in (*answer["words"], *answer["cannot_tell"]):
         assert " ".join(sentence.split()) in text
-    (line_of_it,) = [one.split() for one in shown.stdout.splitlines() if one.lstrip().startswith("* ")]
+    (line_of_it,) = [line.split() for line in shown.stdout.splitlines() if line.lstrip().startswith("* ")]
     assert line_of_it[:7] == ["*", "10", "MiB", "-", str(slots), f"{100 + 50 * slots}",
-                              f"{100 * found['chosen']['saved']:.1f}%"]  # fmt: skip
+                              f"{100 * answer['chosen']['saved']:.1f}%"]  # fmt: skip
 
 
 def test_hits_of_the_windows_add_up(twice: str) -> None:
     answer = planned(twice, two(), of_ceiling=1.0)
     refs = gather(TraceSource(twice, None, False), two()).refs
-    chosen = np.array([one.chosen for one in answer.over_time])
+    chosen = np.array([window.chosen for window in answer.over_time])
     assert float((chosen * refs).sum()) == pytest.approx(answer.chosen.saved * int(refs.sum()))
