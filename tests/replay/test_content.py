@@ -1,4 +1,4 @@
-"""Contents made from keys: against the formula in plain Python, and every kind of wrong byte."""
+"""Block contents derived from keys: against the formula in plain Python, and detection of wrong bytes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_contents_equal_the_formula_in_plain_python(data):
     assert matches(Keys.pack(keys, size), out, rows).all()
 
 
-def test_contents_are_these_bytes_on_every_machine():
+def test_contents_are_equal_on_every_machine():
     out = np.zeros((1, 4096), np.uint8)
     fill(pack(b"kvoffload"), out, np.array([0]))
     assert (
@@ -76,7 +76,7 @@ def test_swapped_shifted_torn_and_empty_blocks_are_found():
         *(np.roll(data, shift, axis=1) for shift in (1, 8, 512)),
     ):
         assert not matches(keys, np.ascontiguousarray(wrong), rows).any()
-    # Not a word is in both blocks, nor twice in one.
+    # All words of the blocks are different.
     assert len(np.unique(data.view(np.uint64))) == data.size // 8
 
 
@@ -89,7 +89,7 @@ def test_data_may_be_read_only_and_rows_of_32_bits():
         fill(keys, data, np.array([7, 2]))
 
 
-def test_misuse_is_named():
+def test_misuse_is_refused():
     keys, data, rows = pack(b"one", b"two"), np.zeros((4, 64), np.uint8), np.arange(2)
     with pytest.raises(IndexError, match=r"rows\[1\] is 4; there are 4"):
         fill(keys, data, np.array([0, 4]))
@@ -104,7 +104,7 @@ def test_misuse_is_named():
         matches(keys, np.zeros(65 * 4, np.uint8)[1:257].reshape(4, 64), rows)
 
 
-def test_digests_are_those_of_the_tier():
+def test_digests_equal_the_tiers_digests():
     out = np.zeros((1, 8), np.uint8)
     fill(pack(b"12345678"), out, np.array([0]))
     assert int(out.view(np.uint64)[0, 0]) == mix(int(pack(b"12345678").digests[0]))

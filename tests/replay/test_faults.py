@@ -1,4 +1,4 @@
-"""Damage on purpose: all of it is caught, none of it served, and each run is the same."""
+"""Injected damage: all of it is caught, nothing wrong is served, and runs are reproducible."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_every_fault_is_caught_and_none_served(kind, probability, seed):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_checksums_the_content_tells(kind):
+def test_without_checksums_wrong_content_is_counted(kind):
     tier, injection = written_tier(verify=False), parse_injection(f"{kind}:0.3", 1)
     damaged = injection.apply(tier, ROWS)
     out = np.zeros((NUM_BLOCKS, BLOCK_BYTES), np.uint8)
@@ -51,7 +51,7 @@ def test_without_checksums_the_content_tells(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_seed_says_it_all(kind):
+def test_equal_seeds_cause_equal_damage(kind):
     def pool_after(seed: int) -> bytes:
         tier, injection = written_tier(), parse_injection(f"{kind}:0.2", seed)
         for batch in (ROWS[:20], ROWS[20:21], ROWS[21:]):
@@ -62,7 +62,7 @@ def test_a_seed_says_it_all(kind):
     assert pool_after(3) != pool_after(4)
 
 
-def test_the_sequence_is_this_one_on_every_python():
+def test_the_random_sequence_is_equal_on_every_python():
     assert parse_injection("bitflip:0.1", 7).apply(written_tier(), ROWS).tolist() == [3, 4, 6, 15, 25, 46, 58]
 
 
@@ -71,13 +71,13 @@ def test_a_swap_damages_two_slots_also_in_a_batch_of_one():
     damaged = parse_injection("swap:1").apply(tier, ROWS[5:6])
     assert len(damaged) == 2
     assert 5 in damaged
-    # Checksums came along: each is sound under the other's key, so only identity gives it away.
+    # Checksums were swapped, too: each block is sound under the other key, so only the key shows the damage.
     swapped = Keys.pack([KEYS[int(slot)] for slot in damaged[::-1]], 16)
     assert tier.verify_slots(swapped, damaged).all()
     assert np.flatnonzero(~tier.verify_slots(KEYS, ROWS)).tolist() == damaged.tolist()
 
 
-def test_nothing_that_changes_nothing_counts_as_damage():
+def test_unchanged_bytes_are_not_counted_as_damage():
     tier = MemoryTier(1, 64)
     tier.write(KEYS[:1], ROWS[:1], np.zeros((1, 64), np.uint8), ROWS[:1])
     for spec in ("zero:1", "swap:1", "torn:1", "bitflip:0"):
@@ -90,7 +90,7 @@ def test_nothing_that_changes_nothing_counts_as_damage():
 @pytest.mark.parametrize(
     "spec", ["", "bitflip", "bitflip:", "bitflip:x", "bitflip:1.5", "bitflip:-0.1", "rot:0.1", "zero:nan"]
 )
-def test_a_bad_specification_says_what_is_allowed(spec):
+def test_an_invalid_specification_names_the_allowed_values(spec):
     with pytest.raises(ConfigError, match=r"inject: .* KIND bitflip, swap, zero, torn"):
         parse_injection(spec)
 

@@ -1,8 +1,8 @@
-"""Our numbers beside golden ones: replays of the recordings, flat streams, and the traces of the ARC paper.
+"""Golden numbers of other simulators: replays of recordings, flat streams, and traces of the ARC paper.
 
-LRU, FIFO, SIEVE and LFU agree to the last digit, LRU with `reuse:2` within 0.001 (it does so exactly), ARC
-within 0.005, S3-FIFO within 0.002. `support.golden_numbers` names the source of each number, and
-`kvoffload.replay.replay` describes how a replay counts.
+LRU, FIFO, SIEVE and LFU must agree to the last digit, LRU with `reuse:2` within 0.001, ARC within 0.005,
+S3-FIFO within 0.002. `support.golden_numbers` names the source of each number. `kvoffload.replay.replay`
+describes how a replay counts.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ RECORDED = {"agentic_12h", "agentic_3h", "conversation", "conversation_first60",
 
 
 def cases(keys: Iterable[tuple[Any, ...]], quick: Callable[..., bool]) -> list[Any]:
-    """Parameters of a test; those that are not `quick` are slow."""
-    found = []
+    """Build the parameters of a test; parameters that are not `quick` are marked slow."""
+    parameters = []
     for key in keys:
         marks = [pytest.mark.trace] * bool(RECORDED & {*key}) + [pytest.mark.slow] * (not quick(*key))
         marks += [pytest.mark.long] * is_long(*key)
-        found.append(pytest.param(*key, marks=marks, id="-".join(map(str, key))))
-    return found
+        parameters.append(pytest.param(*key, marks=marks, id="-".join(map(str, key))))
+    return parameters
 
 
-def is_short(name: str, *others: str | int) -> bool:
-    """Of each policy and rule one capacity, on the shortest recording."""
-    return name == "made_up" or (name == "conversation_first60" and others[-1] in (4_000, 5_000))
+def is_short(name: str, *ignored: str | int) -> bool:
+    """Select one capacity on the shortest recording, for each policy and rule."""
+    return name == "made_up" or (name == "conversation_first60" and ignored[-1] in (4_000, 5_000))
 
 
-def is_long(name: str, *others: str | int) -> bool:
-    """Of each policy and rule one or two capacities in CI, on a long recording."""
+def is_long(name: str, *ignored: str | int) -> bool:
+    """Exclude one or two capacities per long recording, which run in CI, for each policy and rule."""
     in_ci = {"agentic_3h": (1_865, 18_655, 4_000), "agentic_12h": (3_731,)}
-    return name in in_ci and others[-1] not in in_ci[name]
+    return name in in_ci and ignored[-1] not in in_ci[name]
 
 
 @lru_cache(maxsize=1)
@@ -113,18 +113,18 @@ def test_a_replay_behind_a_device_cache(
 
 
 @pytest.mark.parametrize(("name", "policy", "admission"), list(DECISIONS))
-def test_builtin_workloads_decide_the_same_everywhere(name: str, policy: str, admission: str) -> None:
-    """Equal on every run, machine and Python version: the digest of every decision is pinned."""
+def test_decisions_on_builtin_workloads_are_pinned(name: str, policy: str, admission: str) -> None:
+    """Decisions are equal on every run, machine and Python version."""
     trace = _workload(name)
     report = Replay(trace, ReplayConfig(trace.unique_blocks // 20, policy, admission)).run()
     assert report.decisions_sha256[:16] == DECISIONS[name, policy, admission]
 
 
-# ---- flat streams: each reference is a request of one block, so nothing is left to interpretation
+# ---- flat streams: each reference is a request of one block, as in other simulators
 
 
 class EvenSLRU(SLRU):
-    """As libCacheSim with two segments: they are of equal size there."""
+    """SLRU with two segments of equal size, as in libCacheSim."""
 
     name = "slru, even"
     proven_share = 0.5
@@ -138,7 +138,7 @@ def _stream(name: str, path: Path | None) -> list[int]:
 
 
 def hit_ratio(stream: list[int], capacity_blocks: int, policy: str | type[EvictionPolicy]) -> float:
-    """Hits of a flat stream, by references."""
+    """Compute the hit ratio of a flat stream."""
     manager = OffloadingManager(capacity_blocks, key_bytes=8, policy=policy)
     packed = {block: [block.to_bytes(8, "little", signed=True)] for block in set(stream)}
     hits = 0
@@ -164,22 +164,22 @@ def test_hits_of_a_flat_stream(
     path = recorded_trace_path("conversation_first60") if stream_name == "conversation" else None
     stream = _stream(stream_name, path)
     if policy == "slru":
-        # While it has room, libCacheSim's puts new blocks into its upper segment too, which ours does not:
-        # without the prologue ours hits 0.010 more of the conversation with 5,000 blocks.
+        # Until it is full, libCacheSim's SLRU also inserts new blocks into its upper segment, ours does not.
+        # Without the prologue, ours hits 0.010 more on the conversation with 5,000 blocks.
         stream = after_a_prologue(stream, capacity)
-    found = round(hit_ratio(stream, capacity, EvenSLRU if policy == "slru" else policy), 6)
+    ratio = round(hit_ratio(stream, capacity, EvenSLRU if policy == "slru" else policy), 6)
     lower, higher = FLAT_TOLERANCE.get(policy, (0.0, 0.0))
     golden = FLAT[policy, stream_name, capacity]
-    assert golden - lower <= found <= golden + higher
+    assert golden - lower <= ratio <= golden + higher
 
 
-# ---- the block I/O traces of the ARC paper (FAST'03): flat too, and long
+# ---- block I/O traces of the ARC paper (FAST'03): long flat streams
 
 LONGEST_RUN = 64
 
 
 def references(path: Path) -> Iterator[int]:
-    """Blocks of a classic trace (lines of ``start_block num_blocks ignored request``), one by one."""
+    """Read the blocks of a classic trace (lines of ``start_block num_blocks ignored request``)."""
     with path.open("rb") as file:
         for line in io.TextIOWrapper(zstandard.ZstdDecompressor().stream_reader(file), "ascii"):
             start, num_blocks, *_ = map(int, line.split())
@@ -187,10 +187,10 @@ def references(path: Path) -> Iterator[int]:
 
 
 def hit_ratio_in_runs(blocks: Iterator[int], capacity_blocks: int, policy: str) -> float:
-    """Hits of a flat stream whose runs of hits, or of misses, of different blocks go to the manager together.
+    """Compute the hit ratio of a flat stream, with runs of hits or misses of different blocks as batches.
 
-    For speed. A batch is put in order from its end, hence the reversals. Blocks of a batch do not evict each
-    other: of OLTP's 914,145 references ARC loses two hits by that.
+    Batches are faster. The manager orders a batch from its end, hence the reversals. Blocks of a batch do not
+    evict each other, which costs ARC two hits in OLTP's 914,145 references.
     """
     manager = OffloadingManager(capacity_blocks, key_bytes=8, policy=policy)
     hits = total = 0
@@ -213,15 +213,15 @@ def hit_ratio_in_runs(blocks: Iterator[int], capacity_blocks: int, policy: str) 
         if key in run or (manager.lookup_key(key) is LookupResult.HIT) != run_hits or len(run) == LONGEST_RUN:
             hits += end_run()
             run = {}
-            # What has just been stored may have taken this block's place.
+            # The stores of the run may have evicted this block.
             run_hits = manager.lookup_key(key) is LookupResult.HIT
         run[key] = None
     return (hits + end_run()) / total
 
 
 @pytest.mark.parametrize(("name", "capacity_blocks", "policy"), cases(PAPER, lambda *key: False))
-def test_the_papers_traces(
+def test_traces_of_the_arc_paper(
     recorded_trace_path: Callable[[str], Path], name: str, capacity_blocks: int, policy: str
 ) -> None:
-    found = hit_ratio_in_runs(references(recorded_trace_path(name)), capacity_blocks, policy)
-    assert round(found, 4) == PAPER[name, capacity_blocks, policy]
+    ratio = hit_ratio_in_runs(references(recorded_trace_path(name)), capacity_blocks, policy)
+    assert round(ratio, 4) == PAPER[name, capacity_blocks, policy]

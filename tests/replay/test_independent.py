@@ -1,4 +1,4 @@
-"""`bench/independent.py`, which shares no code with kvoffload, finds the same hits, money and waits."""
+"""`bench/independent.py`, which shares no code with kvoffload, computes the same hits, prices and waits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def independent() -> ModuleType:
     return module
 
 
-def test_it_imports_only_the_standard_library() -> None:
+def test_the_script_imports_only_the_standard_library() -> None:
     tree = ast.parse(PATH.read_text())
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
@@ -65,13 +65,13 @@ def test_hits_and_writes_are_equal(
     trace = trace.of_requests(np.arange(len(requests)))
     for shares in ((0.01, 0.005), (0.02, 0.05), (0.001, 0.2)):
         device, ram = (max(1, round(share * trace.unique_blocks)) for share in shares)
-        ours = independent.STORES[store](requests, device, ram)
+        counts = independent.STORES[store](requests, device, ram)
         report = Replay(trace, ReplayConfig(ram, device_blocks=device, store=store)).run()
-        theirs = report.block_refs, report.device_hit_blocks, report.offload_hit_blocks
-        assert theirs == tuple(ours)[:3], shares
+        replayed = report.block_refs, report.device_hit_blocks, report.offload_hit_blocks
+        assert replayed == tuple(counts)[:3], shares
         # A victim tier keeps a loaded block until it needs the slot, and does not write it again.
-        assert report.blocks_written <= ours.written
-        assert store == ON_DEVICE_EVICTION or report.blocks_written == ours.written
+        assert report.blocks_written <= counts.written
+        assert store == ON_DEVICE_EVICTION or report.blocks_written == counts.written
 
 
 @pytest.mark.slow
@@ -94,8 +94,8 @@ def test_the_rows_of_a_plan_are_equal(independent: ModuleType, chat: str) -> Non
     done = kvoffload("plan", chat, *options, *speed)
     assert done.returncode == 0, done.stderr
     plan: dict[str, Any] = json.loads(done.stdout)
-    found = independent.differences(plan, independent.read(Path(chat)), 2**26, 30_000)
-    rows = {name: (error, count) for name, error, count in found}
+    differences = independent.differences(plan, independent.read(Path(chat)), 2**26, 30_000)
+    rows = {name: (error, count) for name, error, count in differences}
     assert min(count for _, count in rows.values()) >= 3
     assert set(rows) == {
         "saved", "by GPU", "written to RAM", "price", "GPUs", "GPU-hours a day", "drive writes a day",
@@ -104,11 +104,11 @@ def test_the_rows_of_a_plan_are_equal(independent: ModuleType, chat: str) -> Non
 
 
 def test_waits_of_a_gpu_alone_are_close(independent: ModuleType, chat: str) -> None:
-    one = machine(prefill_s_per_token=1e-4, step_s=0.0, decode_tokens_per_s=1e6)
+    gpu = machine(prefill_s_per_token=1e-4, step_s=0.0, decode_tokens_per_s=1e6)
     trace = load_trace(chat)
-    timed = run_in_time(trace, Timing(one, 2**20, max_running=trace.requests), 5_000)
-    seconds = independent.waits(independent.read(Path(chat)), 5_000, one.prefill_s)
-    # A step computes parts of several prompts, and answers hold blocks.
+    timed = run_in_time(trace, Timing(gpu, 2**20, max_running=trace.requests), 5_000)
+    seconds = independent.waits(independent.read(Path(chat)), 5_000, gpu.prefill_s)
+    # Not equal: a step computes parts of several prompts, and answers occupy blocks.
     assert timed.ttft_s.mean == pytest.approx(np.mean(seconds), rel=0.15)
     assert timed.ttft_s.p90 == pytest.approx(np.percentile(seconds, 90), rel=0.15)
 
@@ -124,6 +124,6 @@ def test_a_wrong_plan_is_noticed(independent: ModuleType, chat: str) -> None:
         "shared_ram": False,
     }  # fmt: skip
     prices = [{"name": "ram.price", "value": "5.0 USD"}, {"name": "ssd.price", "value": "600.0 USD"}]
-    found = independent.differences({"rows": [row], "assumptions": prices}, requests, 1)
-    wrong = {name for name, error, _ in found if error > 1e-9}
+    differences = independent.differences({"rows": [row], "assumptions": prices}, requests, 1)
+    wrong = {name for name, error, _ in differences if error > 1e-9}
     assert wrong == {"saved", "price"}

@@ -1,4 +1,4 @@
-"""Several instances of an engine that share a tier: what each serves, and what sharing brings."""
+"""Several instances of an engine with a shared tier: equality with single replays, and gains of sharing."""
 
 from __future__ import annotations
 
@@ -28,33 +28,36 @@ def trace() -> Trace:
 
 
 def config(instances: int, tiers: str = "none", routing: str = SESSION, **more: object) -> ReplayConfig:
-    behind = parse_tiers("tiers", tiers)
-    return ReplayConfig(60, tiers=behind, instances=instances, routing=routing, **more)  # type: ignore[arg-type]
+    behind_ram = parse_tiers("tiers", tiers)
+    return ReplayConfig(60, tiers=behind_ram, instances=instances, routing=routing, **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("tiers", ["none", "300", "100+400,admission=reuse:2"])
 @pytest.mark.parametrize(
-    "more", [{}, {"device_blocks": 40}, {"decode_tokens_per_s": 30.0, "queue_requests": 5}]
+    "options", [{}, {"device_blocks": 40}, {"decode_tokens_per_s": 30.0, "queue_requests": 5}]
 )
-def test_one_instance_is_the_plain_replay(trace: Trace, tiers: str, more: dict[str, object]) -> None:
-    plain, shared = Replay(trace, config(1, tiers, **more)), SharedReplay(trace, config(1, tiers, **more))
-    found, expected = (msgspec.structs.asdict(one.run()) for one in (shared, plain))
-    differing = {name for name in expected if found[name] != expected[name]} - NO_PART_OF_A_RESULT
-    assert differing <= ({"optimum_hit_ratio"} if more.get("device_blocks") else set())
+def test_one_instance_is_the_plain_replay(trace: Trace, tiers: str, options: dict[str, object]) -> None:
+    plain, shared = (
+        Replay(trace, config(1, tiers, **options)),
+        SharedReplay(trace, config(1, tiers, **options)),
+    )
+    actual, expected = (msgspec.structs.asdict(run.run()) for run in (shared, plain))
+    differing = {name for name in expected if actual[name] != expected[name]} - NO_PART_OF_A_RESULT
+    assert differing <= ({"optimum_hit_ratio"} if options.get("device_blocks") else set())
     assert np.array_equal(shared.hits_per_request, plain.hits_per_request)
     assert isinstance(replay_of(trace, config(1, tiers)), Replay)
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_what_shares_nothing_is_several_replays(trace: Trace, routing: str) -> None:
+def test_instances_without_shared_tiers_equal_separate_replays(trace: Trace, routing: str) -> None:
     together = SharedReplay(trace, config(3, routing=routing)).run()
     instance_of = route(trace, 3, routing)
     alone = [
         Replay(trace.of_requests(np.flatnonzero(instance_of == number)), config(1)).run()
         for number in range(3)
     ]
-    assert together.prefix_hit_blocks == sum(one.prefix_hit_blocks for one in alone)
-    assert together.blocks_written == sum(one.blocks_written for one in alone)
+    assert together.prefix_hit_blocks == sum(report.prefix_hit_blocks for report in alone)
+    assert together.blocks_written == sum(report.blocks_written for report in alone)
     assert together.requests == trace.requests
     assert together.hit_blocks_of_others == 0
     assert together.prefix_hit_ratio <= together.optimum_hit_ratio
@@ -62,35 +65,40 @@ def test_what_shares_nothing_is_several_replays(trace: Trace, routing: str) -> N
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("instances", [2, 5])
-def test_with_room_for_all_whatever_anybody_has_computed_is_a_hit(
+def test_with_room_for_all_blocks_instances_hit_as_much_as_one(
     trace: Trace, instances: int, routing: str
 ) -> None:
-    """As if there were one instance. What RAM has no room for is no hit for either."""
-    run, one = SharedReplay(trace, config(instances, "1000000", routing)), Replay(trace, config(1, "1000000"))
+    """Blocks that do not fit into RAM are hits for neither."""
+    run, single = (
+        SharedReplay(trace, config(instances, "1000000", routing)),
+        Replay(trace, config(1, "1000000")),
+    )
     report = run.run()
-    assert report.prefix_hit_blocks == one.run().prefix_hit_blocks == run.hits_per_request.sum() > 0
+    assert report.prefix_hit_blocks == single.run().prefix_hit_blocks == run.hits_per_request.sum() > 0
     assert 0 < report.hit_blocks_of_others <= report.tiers[1].hit_blocks
     assert report.instances == instances
 
 
-def test_sessions_that_move_need_more_of_what_others_wrote(trace: Trace) -> None:
+def test_moving_sessions_hit_more_blocks_of_other_instances(trace: Trace) -> None:
     stay, move = (SharedReplay(trace, config(4, "1000000", routing)).run() for routing in (SESSION, RANDOM))
     assert stay.hit_blocks_of_others < move.hit_blocks_of_others
     apart = SharedReplay(trace, config(4, routing=RANDOM)).run()
     assert apart.prefix_hit_ratio < move.prefix_hit_ratio
 
 
-def test_a_tier_before_the_last_is_each_ones_own(trace: Trace) -> None:
+def test_only_the_last_tier_is_shared(trace: Trace) -> None:
     report = SharedReplay(trace, config(2, "200+2000", RANDOM)).run()
     assert [tier.name for tier in report.tiers] == ["ram", "simulated", "simulated"]
     assert sum(tier.hit_blocks for tier in report.tiers) == report.offload_hit_blocks
-    assert report.tiers[2].blocks_written < report.tiers[1].blocks_written, "the shared one was written once"
+    assert report.tiers[2].blocks_written < report.tiers[1].blocks_written, (
+        "the shared tier writes each block once"
+    )
 
 
-def test_a_session_stays_and_sessions_are_dealt_out(trace: Trace) -> None:
-    found, session_of = route(trace, 4), turns(trace).session_of
+def test_sessions_are_routed_round_robin(trace: Trace) -> None:
+    instance_of, session_of = route(trace, 4), turns(trace).session_of
     for session in range(int(session_of.max()) + 1):
-        assert set(found[session_of == session].tolist()) == {session % 4}
+        assert set(instance_of[session_of == session].tolist()) == {session % 4}
     assert set(route(trace, 4, RANDOM).tolist()) == {0, 1, 2, 3}
 
 
@@ -120,6 +128,6 @@ def test_the_command() -> None:
 
 
 @pytest.mark.parametrize(("field", "value"), [("instances", 0), ("instances", 5000), ("routing", "nearest")])
-def test_what_cannot_be_is_refused(field: str, value: object) -> None:
+def test_invalid_options_are_refused(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"{field}: .* is invalid; allowed: "):
         ReplayConfig(1, **{field: value})  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from support.optimum_traces import Requests, chained_requests, trace_of
 
 
 def naive_optimum(requests: Requests, capacity: int) -> OptimumResult:
-    """MIN with bypass, one request at a time, by looking ahead."""
+    """Compute MIN with bypass, request by request, by a search for the next use."""
 
     def next_use(block: int, now: int) -> tuple[int, int] | None:
         later = range(now + 1, len(requests))
@@ -30,13 +30,13 @@ def naive_optimum(requests: Requests, capacity: int) -> OptimumResult:
     resident: set[int] = set()
     hits = written = 0
     for now, request in enumerate(requests):
-        found = 0
-        while found < len(request) and request[found] in resident:
-            found += 1
+        num_hits = 0
+        while num_hits < len(request) and request[num_hits] in resident:
+            num_hits += 1
         uses = [(next_use(block, now), block) for block in resident.union(request)]
         soonest = sorted((use, block) for use, block in uses if use is not None)[:capacity]
         kept = {block for _, block in soonest}
-        hits += found
+        hits += num_hits
         written += len(kept - resident)
         resident = kept
     return OptimumResult(hits, written)
@@ -48,7 +48,7 @@ def test_equals_its_naive_twin(requests: Requests, capacity: int) -> None:
 
 
 @given(chained_requests(max_requests=6, max_new=2), st.integers(0, 4))
-def test_nobody_does_better_and_somebody_does_as_well(requests: Requests, capacity: int) -> None:
+def test_equals_the_best_choice_by_exhaustive_search(requests: Requests, capacity: int) -> None:
     assert optimum(trace_of(requests), capacity).prefix_hit_blocks == best_of_all(
         requests, capacity, [(0, request) for request in requests]
     )
@@ -64,11 +64,11 @@ def test_grows_with_the_capacity_up_to_the_infinite_cache(requests: Requests) ->
 
 
 def test_a_worked_example() -> None:
-    # Room for two: 1 leaves for 2, because it comes back last; 3 never does and is refused.
+    # Room for two: 1 is replaced by 2, because its next use is last; 3 is never used again and is refused.
     assert optimum(trace_of([[0, 1], [2], [0, 3], [2], [0, 1]]), 2) == OptimumResult(3, 3)
-    # Used again by the same request, the head is kept, not the tail.
+    # If the same request uses all blocks again, the head is kept, not the tail.
     assert optimum(trace_of([[0, 1, 2], [0, 1, 2]]), 2) == OptimumResult(2, 2)
-    # What is never used again is not written.
+    # A block that is never used again is not written.
     assert optimum(trace_of([[0, 1], [2, 3]]), 100) == OptimumResult(0, 0)
 
 
@@ -77,9 +77,9 @@ def test_a_negative_capacity_is_refused() -> None:
         optimum(trace_of([[0]]), -1)
 
 
-def test_more_positions_than_one_tree_level_has() -> None:
+def test_a_tree_of_several_levels() -> None:
     trace = generate(builtin("agent", sessions=4))
-    requests = [part.tolist() for part in np.split(trace.refs, trace.offsets[1:-1])][:60]
+    requests = [request.tolist() for request in np.split(trace.refs, trace.offsets[1:-1])][:60]
     assert len(list(chain(*requests))) > 64
     for capacity in (3, 100):
         assert optimum(trace_of(requests), capacity) == naive_optimum(requests, capacity)
@@ -115,10 +115,10 @@ def test_golden_numbers_of_an_independent_simulator(
     recorded_trace_path: Callable[[str], Path], name: str
 ) -> None:
     trace = read_trace(recorded_trace_path(name))
-    found = {capacity: optimum(trace, capacity) for capacity in GOLDEN[name]}
+    optima = {capacity: optimum(trace, capacity) for capacity in GOLDEN[name]}
     assert {
         capacity: (round(result.prefix_hit_blocks / trace.block_refs, 6), result.blocks_written)
-        for capacity, result in found.items()
+        for capacity, result in optima.items()
     } == GOLDEN[name]
 
 

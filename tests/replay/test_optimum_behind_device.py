@@ -32,7 +32,7 @@ def test_the_device_equals_its_naive_twin(requests: Requests, device_blocks: int
     offers = naive_device(requests, device_blocks, "on-device-eviction")
     assert run.served.tolist() == [served for served, _ in offers]
     ids = trace.block_ids[trace.refs[run.dropped]]
-    dropped = [part.tolist() for part in np.split(ids, run.offsets[1:])][: len(requests)]
+    dropped = [blocks.tolist() for blocks in np.split(ids, run.offsets[1:])][: len(requests)]
     assert dropped == [offered for _, offered in offers]
 
 
@@ -74,7 +74,7 @@ def test_equals_its_naive_twin(requests: Requests, capacity: int, device_blocks:
 @given(
     chained_requests(max_requests=7, max_new=2), st.integers(0, 3), st.integers(0, 4), st.sampled_from(STORES)
 )  # fmt: skip
-def test_nobody_does_better_and_somebody_does_as_well(
+def test_equals_the_best_choice_by_exhaustive_search(
     requests: Requests, capacity: int, device_blocks: int, store: str
 ) -> None:
     offers = naive_device(requests, device_blocks, store)
@@ -95,7 +95,7 @@ def test_grows_with_the_capacity_up_to_the_infinite_cache(
 
 
 @given(chained_requests(max_requests=30, max_new=6), st.integers(0, 20))
-def test_without_a_device_the_two_ways_to_store_are_one(requests: Requests, capacity: int) -> None:
+def test_without_a_device_both_store_modes_are_equal(requests: Requests, capacity: int) -> None:
     trace = trace_of(requests)
     assert optimum(trace, capacity, 0, STORES[0]) == optimum(trace, capacity, 0, STORES[1])
 
@@ -107,7 +107,7 @@ def test_without_a_device_the_two_ways_to_store_are_one(requests: Requests, capa
     st.sampled_from(["lru", "arc"]),
     st.sampled_from(["all", "reuse:2"]),
 )
-def test_no_policy_is_above_it(
+def test_no_policy_exceeds_the_optimum(
     requests: Requests, capacity: int, device_blocks: int, policy: str, admission: str
 ) -> None:
     trace = trace_of(requests)
@@ -117,11 +117,11 @@ def test_no_policy_is_above_it(
 
 
 def test_worked_examples() -> None:
-    # A device of one block: 0 is with the tier while 1 is on the device, and the other way round.
+    # A device of one block: the tier holds 0 while the device holds 1, and vice versa.
     trace = trace_of([[0], [1], [0], [1]])
     for store in STORES:
         assert optimum(trace, 1, 1, store).prefix_hit_blocks == 1 + (store == "on-device-eviction")
-    # The device serves 0 the second time, so that the tier has room for 2 until then, and takes 0 after.
+    # The device serves the second use of 0, so the tier holds 2 until then, and 0 afterwards.
     requests = [[0], [2], [0], [2], [3], [0]]
     assert optimum(trace_of(requests), 1, 2) == OptimumResult(3, 1, 2)
 
@@ -134,8 +134,8 @@ def test_impossible_arguments_are_refused() -> None:
 
 
 @pytest.mark.parametrize("workload", ["chat", "rag"])
-def test_what_storing_on_eviction_is_worth(workload: str) -> None:
-    """With a device and a tier of like size the two hold different blocks, which is worth more."""
+def test_storing_on_eviction_has_a_higher_optimum(workload: str) -> None:
+    """A victim tier and a device of similar size hold different blocks."""
     trace = generate(builtin(workload, sessions=200))
     size = trace.unique_blocks // 20
     on_compute, on_eviction = (optimum(trace, size, size, store) for store in STORES)
@@ -157,7 +157,7 @@ GOLDEN_ON_COMPUTE = {
         8_000: (0.9039, 0.6328, 366_942),
     },
 }
-"""Prefix-hit ratio, what the tier adds, blocks written, of Belady's rule by the next use of the tier."""
+"""Belady's rule by the next use of the tier: prefix-hit ratio, its share from the tier, blocks written."""
 
 GOLDEN_ON_EVICTION = {
     ("conversation_first60", 1_000): {1_000: 0.207, 4_000: 0.332},
@@ -170,7 +170,7 @@ GOLDEN_ON_EVICTION = {
 
 @numba.njit
 def _by_next_use_of_the_tier(refs, offsets, served, next_use, capacity):  # type: ignore[no-untyped-def]
-    """The golden simulator's OPT: keep what the tier is asked for soonest, whatever the device serves."""
+    """Replay the golden simulator's OPT: keep the blocks that are next requested from the tier."""
     held = np.full(refs.max() + 1, -1)
     was_held = np.zeros(refs.max() + 1, np.bool_)
     furthest = [(0, np.int64(0))][1:]
@@ -186,7 +186,7 @@ def _by_next_use_of_the_tier(refs, offsets, served, next_use, capacity):  # type
                 hits += run
                 resident -= was_held[block]
                 held[block] = -1
-        # What was there is accessed first, and then the rest is stored.
+        # Resident blocks are accessed first, then the others are stored.
         for storing in (False, True):
             for position in range(begin, end):
                 block, use = np.int64(refs[position]), next_use[position]
@@ -208,18 +208,18 @@ def _by_next_use_of_the_tier(refs, offsets, served, next_use, capacity):  # type
 
 @numba.njit
 def _next_uses_of_the_tier(refs, offsets, served):  # type: ignore[no-untyped-def]
-    next_use, found = np.full(refs.max() + 1, -1), np.full(len(refs), -1)
+    next_use, result = np.full(refs.max() + 1, -1), np.full(len(refs), -1)
     for request in range(len(offsets) - 2, -1, -1):
         for position in range(offsets[request + 1] - 1, offsets[request] - 1, -1):
-            found[position] = next_use[refs[position]]
+            result[position] = next_use[refs[position]]
             if position >= offsets[request] + served[request]:
                 next_use[refs[position]] = position
-    return found
+    return result
 
 
 @pytest.mark.slow
-def test_the_golden_rule_is_no_bound() -> None:
-    """It holds 3 through the use that the device serves, and so has no room for 0; 3 is offered again."""
+def test_the_golden_rule_is_not_optimal() -> None:
+    """The rule keeps 3 although the device serves its next use and offers it again, and has no room for 0."""
     requests = [[3], [0], [2], [3], [2], [3], [4], [2], [0]]
     trace, device_blocks, capacity = trace_of(requests), 2, 2
     served = run_device(trace, device_blocks).served
@@ -232,11 +232,10 @@ def test_the_golden_rule_is_no_bound() -> None:
 
 @pytest.mark.trace
 @pytest.mark.parametrize(("name", "device_blocks"), GOLDEN_ON_COMPUTE)
-def test_golden_numbers_are_reproduced_and_are_no_bound(
+def test_golden_numbers_are_reproduced_and_slightly_below_the_optimum(
     recorded_trace_path: Callable[[str], Path], name: str, device_blocks: int
 ) -> None:
-    """The golden rows called OPT hold a block until the tier is asked for it, also while requests that the
-    device serves would offer it again. Ours need not, and is a little higher."""
+    """The golden OPT keeps a block until the tier serves it, even if the device would offer it again."""
     trace = read_trace(recorded_trace_path(name))
     refs, offsets, served = trace.refs, trace.offsets, run_device(trace, device_blocks).served
     next_use = _next_uses_of_the_tier(refs, offsets, served)

@@ -1,4 +1,4 @@
-"""The replay itself: counting, real bytes, damage, the decision log."""
+"""Replays: counts, real bytes, damage, and the decision log."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def small_chat() -> Trace:
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=20, unique=True))
 @example([-(2**63), -1, 0, 1, 2**63 - 1])
-def test_keys_tell_their_blocks(ids: list[int]) -> None:
+def test_keys_contain_their_block_ids(ids: list[int]) -> None:
     keys, codes = TraceKeys(trace_of(ids)), np.arange(len(ids), dtype=np.int32)[::-1]
     assert keys.ids(keys.of_blocks(codes)).tolist() == ids[::-1]
     assert len({bytes(key) for key in keys.of_blocks(codes)}) == len(ids)
 
 
 def test_counts_by_hand() -> None:
-    # Capacity 3. Request 0 stores 1 2 3; 1 hits 1 2, and 4 takes the place of 3; 2 hits nothing of 5 6,
-    # whose room the two coldest leave, which are 4 (the tail of the last path) and 2.
+    # Capacity 3. Request 0 stores 1 2 3. Request 1 hits 1 2, and 4 replaces 3. Request 2 misses 5 6, which
+    # replace the two coldest blocks: 4 (the tail of the last path) and 2.
     log = io.BytesIO()
     trace = trace_of([1, 2, 3], [1, 2, 4], [5, 6], [1, 2])
     report = Replay(trace, ReplayConfig(3), decisions=log).run()
@@ -53,11 +53,11 @@ def test_counts_by_hand() -> None:
     assert report.tokens_saved == 3 * 512
 
 
-def test_a_device_in_front_takes_the_head() -> None:
+def test_a_device_serves_the_head_of_a_prefix() -> None:
     report = Replay(trace_of([1, 2, 3], [4, 5], [1, 2, 3]), ReplayConfig(9, device_blocks=4)).run()
-    # The device of 4 kept 1 2 of the first request beside 4 5 (its tail left first); 3 comes from the tier.
+    # The device of 4 blocks holds 1 2 and 4 5, because a tail is evicted first; 3 comes from the tier.
     assert (report.device_hit_blocks, report.offload_hit_blocks) == (2, 1)
-    # Nobody does better: of 8 references, 3 are the second of their block.
+    # The optimum: 3 of 8 references are the second use of a block.
     assert report.optimum_hit_ratio == 3 / 8
 
 
@@ -112,7 +112,7 @@ def test_damage_is_a_miss_and_never_served(small_chat: Trace, kind: str) -> None
 def test_a_wrong_byte_that_the_tier_overlooks_is_reported(
     small_chat: Trace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The negative control: without the tier's verification, the replay itself sees what was served."""
+    """Negative control: without the tier's verification, the replay detects the wrong bytes."""
     monkeypatch.setattr("kvoffload.tiers.memory.MemoryTier.verify_slots", _trusting)
     monkeypatch.setattr("kvoffload.tiers.memory.MemoryTier.read", _reading_blindly)
     data = DataPlane(small_chat.unique_blocks, 4096, parse_injection("bitflip:0.05", seed=7))
@@ -136,13 +136,13 @@ def test_replay_is_deterministic(small_chat: Trace) -> None:
     assert reports[0].decisions_sha256 == reports[1].decisions_sha256
 
 
-def test_the_digest_is_that_of_the_file(small_chat: Trace) -> None:
+def test_the_digest_equals_the_digest_of_the_file(small_chat: Trace) -> None:
     log = io.BytesIO()
     report = Replay(small_chat, ReplayConfig(500), decisions=log).run()
     assert hashlib.sha256(log.getvalue()).hexdigest() == report.decisions_sha256
 
 
-def test_a_cache_that_holds_everything_reaches_the_infinite_one(small_chat: Trace) -> None:
+def test_a_cache_with_room_for_all_blocks_equals_an_infinite_cache(small_chat: Trace) -> None:
     report = Replay(small_chat, ReplayConfig(10**9)).run()
     assert report.prefix_hit_ratio == report.infinite_hit_ratio == report.optimum_hit_ratio
     assert report.blocks_evicted == 0

@@ -1,4 +1,4 @@
-"""Which replica gets a request, and the same sessions at another load."""
+"""Routing of requests to replicas, and sessions at another load."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ CHAT = generate(builtin("chat", sessions=60))
 
 
 def a_trace(*chains: list[int], times: list[int] | None = None) -> Trace:
-    """One request for each chain of block ids."""
-    ids, codes = list(dict.fromkeys(one for chain in chains for one in chain)), {}
-    codes = {one: code for code, one in enumerate(ids)}
+    """Make a trace with one request for each chain of block ids."""
+    ids, codes = list(dict.fromkeys(block for chain in chains for block in chain)), {}
+    codes = {block: code for code, block in enumerate(ids)}
     return Trace(
         "by hand", 512, np.array(ids, np.int64),
-        np.array([codes[one] for chain in chains for one in chain], np.int32),
+        np.array([codes[block] for chain in chains for block in chain], np.int32),
         np.cumsum([0, *map(len, chains)]), np.array(times or range(len(chains)), np.int64),
         np.ones(len(chains), np.int64),
     )  # fmt: skip
 
 
 @given(order=st.permutations(range(CHAT.requests)), count=st.integers(0, CHAT.requests))
-def test_some_requests_of_a_trace_are_a_trace(order: list[int], count: int) -> None:
+def test_selected_requests_of_a_trace_are_a_valid_trace(order: list[int], count: int) -> None:
     hints = TraceHints.of(Hints(str(number % 3)) for number in range(CHAT.requests))
     whole = dataclasses.replace(CHAT, hints=hints)
     chosen = np.array(order[:count], np.int64)
-    part = whole.of_requests(chosen)
-    assert part.requests == count
-    seen: set[int] = set()
+    selected = whole.of_requests(chosen)
+    assert selected.requests == count
+    known: set[int] = set()
     for number, request in enumerate(chosen.tolist()):
-        own = part.refs[part.offsets[number] : part.offsets[number + 1]]
-        theirs = whole.refs[whole.offsets[request] : whole.offsets[request + 1]]
-        assert part.block_ids[own].tolist() == whole.block_ids[theirs].tolist()
-        assert part.hints_of(number) == whole.hints_of(request)
-        assert part.timestamps_ms[number] == whole.timestamps_ms[request]
+        own = selected.refs[selected.offsets[number] : selected.offsets[number + 1]]
+        original = whole.refs[whole.offsets[request] : whole.offsets[request + 1]]
+        assert selected.block_ids[own].tolist() == whole.block_ids[original].tolist()
+        assert selected.hints_of(number) == whole.hints_of(request)
+        assert selected.timestamps_ms[number] == whole.timestamps_ms[request]
         for code in own.tolist():
-            assert code <= len(seen), "codes come in order of first appearance"
-            seen.add(code)
-    assert len(seen) == part.unique_blocks
+            assert code <= len(known), "codes come in order of first appearance"
+            known.add(code)
+    assert len(known) == selected.unique_blocks
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
@@ -71,26 +71,26 @@ def test_sessions_stay_whole(routing: str) -> None:
         assert len(set(chosen[sessions == session].tolist())) == 1
 
 
-def test_a_balancer_that_knows_no_sessions_tears_them_apart() -> None:
+def test_random_routing_splits_sessions() -> None:
     chosen, sessions = route(CHAT, 3, "random"), turns(CHAT).session_of
-    torn = [len(set(chosen[sessions == one].tolist())) > 1 for one in range(int(sessions.max()) + 1)]
+    torn = [len(set(chosen[sessions == number].tolist())) > 1 for number in range(int(sessions.max()) + 1)]
     assert any(torn)
 
 
-def test_a_prefix_goes_where_it_is_known() -> None:
-    # Both documents are asked about again, in another order: by turns they would go astray.
+def test_prefix_routing_chooses_the_replica_with_the_prefix() -> None:
+    # Both documents are requested again, in another order: round-robin would choose the wrong replicas.
     trace = a_trace([1, 2, 3, 10], [4, 5, 6, 11], [4, 5, 6, 12], [1, 2, 3, 13])
     assert route(trace, 2, "prefix").tolist() == [0, 1, 1, 0]
     assert route(trace, 2, "session").tolist() == [0, 1, 0, 1]
 
 
-def test_a_prefix_that_all_share_does_not_make_one_replica_do_all() -> None:
+def test_a_common_prefix_does_not_overload_one_replica() -> None:
     trace = a_trace(*([1, 2, 3, number] for number in range(10, 110)))
     served = np.bincount(route(trace, 4, "prefix"), minlength=4)
     assert served.max() <= 1.6 * served.mean()
 
 
-def test_what_is_no_router_is_refused() -> None:
+def test_invalid_routings_are_refused() -> None:
     with pytest.raises(
         ConfigError, match="routing: 'best' is invalid; allowed: prefix, session, round-robin, random"
     ):
@@ -99,7 +99,7 @@ def test_what_is_no_router_is_refused() -> None:
         route(CHAT, 0, "session")
 
 
-def test_load_packs_sessions_and_leaves_them_whole() -> None:
+def test_load_moves_sessions_together_without_changing_them() -> None:
     packed = at_load(CHAT, 2)
     gaps = {}
     for trace in (CHAT, packed):
@@ -116,7 +116,7 @@ def test_load_packs_sessions_and_leaves_them_whole() -> None:
         for request in own.tolist():
             ids = tuple(CHAT.block_ids[CHAT.refs[CHAT.offsets[request] : CHAT.offsets[request + 1]]].tolist())
             expected = first + (begin - first) / 2 + (times[request] - begin)
-            # A prompt may be asked twice; of those the last time is known.
+            # `gaps` has only the last time of a repeated prompt.
             if gaps[False][ids] == times[request]:
                 assert abs(gaps[True][ids] - expected) <= 1
     assert at_load(CHAT, 1) is CHAT
@@ -124,17 +124,17 @@ def test_load_packs_sessions_and_leaves_them_whole() -> None:
 
 
 @pytest.mark.parametrize("load", [0, -1, float("nan"), float("inf")])
-def test_what_is_no_load_is_refused(load: float) -> None:
+def test_invalid_loads_are_refused(load: float) -> None:
     with pytest.raises(ConfigError, match="load"):
         at_load(CHAT, load)
 
 
-def test_shares_of_a_trace_are_all_of_it(tmp_path: pytest.TempPathFactory) -> None:
+def test_shares_of_a_trace_add_up(tmp_path: pytest.TempPathFactory) -> None:
     path = str(tmp_path / "chat.jsonl")
     write_trace(CHAT, path)
     shares = [Share(2.0, "session", 3, number) for number in range(3)]
     sources = [identified(TraceSource(path, None, False, share)) for share in shares]
     assert len({source.digest for source in sources}) == 3
-    parts = [load(source) for source in sources]
-    assert sum(part.requests for part in parts) == CHAT.requests
-    assert sum(part.block_refs for part in parts) == CHAT.block_refs
+    loaded = [load(source) for source in sources]
+    assert sum(share.requests for share in loaded) == CHAT.requests
+    assert sum(share.block_refs for share in loaded) == CHAT.block_refs

@@ -1,4 +1,4 @@
-"""Several engines with one RAM pool: equal to one manager and several devices that are driven by hand."""
+"""Several engines with one RAM pool: against one manager and several devices driven by the test."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_equals_one_manager_and_several_devices_driven_by_hand(
 @pytest.mark.parametrize("admission", ["all", "reuse:2", "tinylfu"])
 @pytest.mark.parametrize("policy", ["lru", "hazard"])
 def test_decides_as_the_engines_of_a_pool(trace: Trace, policy: str, admission: str, queue: int) -> None:
-    """With 7 waiting requests each engine expects more than its share of the pool."""
+    """With 7 waiting requests, each engine expects more blocks than its share of the pool."""
     config = shared(4, policy=policy, admission=admission, device_blocks=80, queue_requests=queue,
                     routing=ROUND_ROBIN)  # fmt: skip
     with members(trace, config) as managers:
@@ -91,7 +91,7 @@ def test_a_recording_equals_the_engines_of_a_pool(
 
 
 def offers_of(requests: Requests, device_blocks: int, instances: int) -> Offers:
-    """The device of each engine by itself, in the order of all requests, storing on compute."""
+    """Compute the offers of each engine's device separately, in the order of all requests, on compute."""
     offers: Offers = [(0, [])] * len(requests)
     for engine in range(instances):
         offers[engine::instances] = naive_device(requests[engine::instances], device_blocks, ON_COMPUTE)
@@ -99,7 +99,7 @@ def offers_of(requests: Requests, device_blocks: int, instances: int) -> Offers:
 
 
 @given(chained_requests(max_requests=30, max_new=5), st.integers(0, 12), st.integers(1, 4))
-def test_devices_of_engines_are_devices_of_their_requests(
+def test_devices_of_several_engines_equal_separate_devices(
     requests: Requests, device_blocks: int, instances: int
 ) -> None:
     trace = trace_of(requests)
@@ -108,11 +108,11 @@ def test_devices_of_engines_are_devices_of_their_requests(
     dropped = np.split(trace.block_ids[trace.refs[together.dropped]], together.offsets[1:])
     for engine in range(instances):
         own = np.flatnonzero(engine_of == engine)
-        part = trace.of_requests(own)
-        alone = run_device(part, device_blocks)
+        engine_trace = trace.of_requests(own)
+        alone = run_device(engine_trace, device_blocks)
         assert together.served[own].tolist() == alone.served.tolist()
-        of_alone = np.split(part.block_ids[part.refs[alone.dropped]], alone.offsets[1:])
-        assert [dropped[n].tolist() for n in own] == [one.tolist() for one in of_alone[: len(own)]]
+        of_alone = np.split(engine_trace.block_ids[engine_trace.refs[alone.dropped]], alone.offsets[1:])
+        assert [dropped[n].tolist() for n in own] == [blocks.tolist() for blocks in of_alone[: len(own)]]
 
 
 # ---- the optimum
@@ -128,7 +128,7 @@ def test_the_optimum_equals_its_naive_twin(
 
 
 @given(chained_requests(7, 2), st.integers(0, 3), st.integers(0, 4), st.integers(1, 3))
-def test_no_choice_of_blocks_has_more_hits(
+def test_the_optimum_equals_the_best_choice_by_exhaustive_search(
     requests: Requests, capacity: int, device_blocks: int, instances: int
 ) -> None:
     trace, offers = trace_of(requests), offers_of(requests, device_blocks, instances)
@@ -137,7 +137,7 @@ def test_no_choice_of_blocks_has_more_hits(
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_no_policy_is_above_the_optimum(trace: Trace, routing: str) -> None:
+def test_no_policy_exceeds_the_optimum(trace: Trace, routing: str) -> None:
     for policy in ("lru", "arc", "hazard"):
         config = shared(4, policy=policy, device_blocks=40, routing=routing)
         report = Replay(trace, config).run()
@@ -150,14 +150,14 @@ def test_no_policy_is_above_the_optimum(trace: Trace, routing: str) -> None:
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_without_devices_one_pool_is_one_engine_with_all_ram(trace: Trace, routing: str) -> None:
-    pool, one = Replay(trace, shared(4, routing=routing)), Replay(trace, ReplayConfig(240))
-    found, expected = pool.run(), one.run()
-    assert found.decisions_sha256 == expected.decisions_sha256
-    assert found.optimum_hit_ratio == expected.optimum_hit_ratio
-    assert (found.capacity_blocks, found.instances, found.shared_ram) == (60, 4, True)
+    pool, single = Replay(trace, shared(4, routing=routing)), Replay(trace, ReplayConfig(240))
+    report, expected = pool.run(), single.run()
+    assert report.decisions_sha256 == expected.decisions_sha256
+    assert report.optimum_hit_ratio == expected.optimum_hit_ratio
+    assert (report.capacity_blocks, report.instances, report.shared_ram) == (60, 4, True)
     hits = pool.hits_of_instances
     assert len(hits) == 4
-    assert sum(int(own.sum()) for own in hits) == found.prefix_hit_blocks
+    assert sum(int(own.sum()) for own in hits) == report.prefix_hit_blocks
 
 
 def test_a_pool_with_room_for_all_loses_nothing(trace: Trace) -> None:
@@ -165,7 +165,7 @@ def test_a_pool_with_room_for_all_loses_nothing(trace: Trace) -> None:
     assert Replay(trace, config).run().prefix_hit_blocks == infinite(trace).prefix_hit_blocks
 
 
-def test_sessions_that_move_gain_most(trace: Trace) -> None:
+def test_moving_sessions_gain_most_from_a_pool(trace: Trace) -> None:
     gains = {}
     for routing in (SESSION, ROUND_ROBIN):
         config = shared(4, 120, device_blocks=60, routing=routing)
@@ -176,17 +176,17 @@ def test_sessions_that_move_gain_most(trace: Trace) -> None:
     assert gains[ROUND_ROBIN] > gains[SESSION] > 0
 
 
-def test_ends_of_all_engines_are_in_order_of_time(trace: Trace) -> None:
+def test_ends_of_requests_are_ordered_by_time_across_engines(trace: Trace) -> None:
     config = shared(4, decode_tokens_per_s=30.0)
-    one = Replay(trace, ReplayConfig(240, decode_tokens_per_s=30.0)).run()
-    assert Replay(trace, config).run().decisions_sha256 == one.decisions_sha256
+    single = Replay(trace, ReplayConfig(240, decode_tokens_per_s=30.0)).run()
+    assert Replay(trace, config).run().decisions_sha256 == single.decisions_sha256
 
 
 def test_one_tier_behind_the_pool_serves_all(trace: Trace) -> None:
     tiers = parse_tiers("tiers", "500")
     report = Replay(trace, shared(4, tiers=tiers, routing=RANDOM)).run()
-    one = Replay(trace, ReplayConfig(240, tiers=tiers)).run()
-    assert report.decisions_sha256 == one.decisions_sha256
+    single = Replay(trace, ReplayConfig(240, tiers=tiers)).run()
+    assert report.decisions_sha256 == single.decisions_sha256
     assert 0 < report.hit_blocks_of_others < report.offload_hit_blocks
 
 
@@ -226,7 +226,7 @@ def test_bytes_of_separate_pools_are_verified(trace: Trace, inject: str | None) 
 # ---- options
 
 
-def test_what_cannot_share_is_refused() -> None:
+def test_invalid_pools_are_refused() -> None:
     with pytest.raises(ConfigError, match="shared-ram: True is invalid; it needs several engines"):
         ReplayConfig(1, shared_ram=True)
     with pytest.raises(
@@ -246,7 +246,8 @@ def test_the_replay_command(tmp_path: Path) -> None:
     arguments = ("replay", "chat", "--capacity", "1%", "--device-blocks", "1x", "--instances", "4", "--quiet",
                  "--block-bytes", "64", "--routing", "round-robin")  # fmt: skip
     alone, pool = (
-        json.loads(kvoffload(*arguments, *more, "--format", "json").stdout) for more in ((), ["--shared-ram"])
+        json.loads(kvoffload(*arguments, *option, "--format", "json").stdout)
+        for option in ((), ["--shared-ram"])
     )
     assert (alone["instances"], alone["shared_ram"]) == (4, False)
     assert (pool["instances"], pool["shared_ram"], pool["routing"]) == (4, True, "round-robin")
@@ -285,7 +286,7 @@ def test_the_replay_command(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_mistakes_are_one_line(arguments: list[str], message: str) -> None:
+def test_invalid_options_are_a_one_line_error(arguments: list[str], message: str) -> None:
     done = kvoffload("replay", "chat", *arguments)
     assert done.returncode == 2
     assert message in done.stderr

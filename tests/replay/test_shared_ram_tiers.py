@@ -1,4 +1,4 @@
-"""Tiers behind one RAM pool: each engine has its own, as the members of a real pool."""
+"""Tiers behind one RAM pool: tiers per engine and shared tiers, against members of a real pool."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OWN = "60,per_engine=true"
 
 @pytest.fixture(scope="module")
 def trace() -> Trace:
-    """Conversations that begin alike, in random order. A conversation of 24 blocks begins anew."""
+    """Generate conversations with a common prefix, in random order; each restarts at 24 blocks."""
     draw, new = random.Random(1), count(3)
     prompts, requests = [[0, 1, 2] for _ in range(12)], []
     for _ in range(300):
@@ -47,9 +47,9 @@ def trace() -> Trace:
 
 
 def shared(instances: int, capacity: int, tiers: Any, **more: Any) -> ReplayConfig:
-    behind = parse_tiers("tiers", tiers) if isinstance(tiers, str) else tuple(tiers)
+    options = parse_tiers("tiers", tiers) if isinstance(tiers, str) else tuple(tiers)
     given = {"routing": ROUND_ROBIN, **more}
-    return ReplayConfig(capacity, instances=instances, shared_ram=True, tiers=behind, **given)
+    return ReplayConfig(capacity, instances=instances, shared_ram=True, tiers=options, **given)
 
 
 @contextmanager
@@ -69,11 +69,11 @@ def adds_up(report: ReplayReport) -> None:
 # ---- by hand
 
 SIX = [(1, 2), (3, 4), (1, 2), (1, 2), (3, 4), (1, 2)]
-"""Engines in turn. RAM has room for two blocks, each disk for all.
+"""Requests of two engines in turn. RAM holds two blocks, each disk all blocks.
 
-Request 2 promotes 1 and 2 from the disk of engine 0, and request 3 of engine 1 finds them in RAM; engine 1
-also writes them to its own disk. Request 4 misses 3 and 4, which only the disk of engine 1 has. Request 5
-finds 1 and 2 on the disk of engine 1.
+Request 2 promotes 1 and 2 from the disk of engine 0. Request 3 of engine 1 hits them in RAM; engine 1 also
+writes them to its own disk. Request 4 misses 3 and 4, which are only on the disk of engine 1. Request 5 hits
+1 and 2 on the disk of engine 1.
 """
 
 
@@ -133,7 +133,7 @@ def test_the_first_of_two_tiers_is_each_engines_own() -> None:
     assert [tier.blocks_written for tier in report.tiers[1:]] == [8, 4]
 
 
-# ---- as real members
+# ---- against members of a real pool
 
 Tiers = tuple[str, str]
 STACKS: list[Tiers] = [
@@ -198,8 +198,8 @@ def test_a_recording_equals_the_engines_of_a_pool(
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_tiers_that_hold_all_of_an_engine(trace: Trace, routing: str) -> None:
-    """An engine hits what it has seen itself, and what is still in RAM."""
+def test_a_pool_before_large_tiers_adds_hits(trace: Trace, routing: str) -> None:
+    """An engine hits its own earlier blocks, and blocks of others that are in RAM."""
     hits = {}
     for is_shared in (False, True):
         config = replace(shared(3, 20, "100000,per_engine=true", routing=routing), shared_ram=is_shared)
@@ -254,11 +254,11 @@ def test_the_command(tmp_path: Path) -> None:
         f"{tmp_path / 'slab'} takes up to 1.562 MiB in each of its subdirectories and stays; " in done.stderr
     )
     assert f"kvoffload disk rm {tmp_path / 'slab' / 'replica-1'}" in done.stderr
-    found = json.loads(done.stdout)
-    assert found["shared_ram"]
-    assert sum(tier["hit_blocks"] for tier in found["tiers"]) == found["offload_hit_blocks"]
+    report = json.loads(done.stdout)
+    assert report["shared_ram"]
+    assert sum(tier["hit_blocks"] for tier in report["tiers"]) == report["offload_hit_blocks"]
     again = kvoffload(*arguments, "--no-data", "--tier", "simulated:400,per_engine=true", "--format", "json")
-    assert json.loads(again.stdout)["decisions_sha256"] == found["decisions_sha256"]
+    assert json.loads(again.stdout)["decisions_sha256"] == report["decisions_sha256"]
     table = kvoffload(*arguments, "--no-data", "--tier", "simulated:400,per_engine=true").stdout
     assert "one pool of 120 blocks" in table
 

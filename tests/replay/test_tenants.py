@@ -1,4 +1,4 @@
-"""Quotas in a replay: hits by hand, sums that agree with the totals, options that contradict each other."""
+"""Quotas in a replay: hits by hand, sums that equal the totals, and contradictory options."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from support.run_cli import kvoffload
 from support.simulated_machine import BLOCK_BYTES, INSTANT, machine
 
 HOT, SCANNED, ROUNDS = 8, 10, 10
-"""Tenant `a` asks for the same 8 blocks in each of 10 rounds; after each the scan asks for 10 new ones."""
+"""Each of 10 rounds requests the same 8 blocks for tenant `a`, then 10 new blocks for the scan."""
 
 
 def requests(*, names: bool = True) -> str:
@@ -83,13 +83,13 @@ def test_a_maximum_limits_its_tenant(trace: Trace) -> None:
     assert rows["other"].min_blocks == 1
 
 
-def test_quotas_hold_before_tiers_and_with_several_engines(trace: Trace) -> None:
+def test_quotas_hold_with_tiers_and_with_several_engines(trace: Trace) -> None:
     quotas = {"a": Quota(HOT)}
     rows = by_tenant(trace, quotas, tiers=parse_tiers("tiers", "simulated:4"))
     assert rows["a"].prefix_hit_blocks == HOT * (ROUNDS - 1)
     rows = by_tenant(trace, quotas, instances=2, routing="round-robin")
-    assert rows["a"].prefix_hit_blocks == HOT * (ROUNDS - 1), "the first engine has all requests of a"
-    assert rows["other"].blocks_held == 10, "and the second engine all of the scan"
+    assert rows["a"].prefix_hit_blocks == HOT * (ROUNDS - 1), "the first engine serves all requests of a"
+    assert rows["other"].blocks_held == 10, "the second engine serves the whole scan"
 
 
 def test_a_capacity_beyond_all_blocks_needs_no_minimum(trace: Trace) -> None:
@@ -99,7 +99,7 @@ def test_a_capacity_beyond_all_blocks_needs_no_minimum(trace: Trace) -> None:
     assert report.tenants[0].min_blocks == 600
 
 
-def test_contradictions_are_refused() -> None:
+def test_contradictory_quotas_are_refused() -> None:
     for config, message in (
         (
             {"store": "on-device-eviction", "device_blocks": 4},
@@ -112,9 +112,9 @@ def test_contradictions_are_refused() -> None:
             ReplayConfig(**{"capacity_blocks": 10, "tenants": {"a": Quota(8)}, **config})  # type: ignore[arg-type]
 
 
-def replayed(path: Path, quotas: object, *more: str) -> Any:
+def replayed(path: Path, quotas: object, *extra: str) -> Any:
     return kvoffload(
-        "replay", path, "--capacity", "10", "--no-data", "--quiet", "--tenants", json.dumps(quotas), *more
+        "replay", path, "--capacity", "10", "--no-data", "--quiet", "--tenants", json.dumps(quotas), *extra
     )
 
 
@@ -132,15 +132,15 @@ def test_the_command_takes_the_quotas_of_an_engine(path: Path) -> None:
     assert "90.0%" in shown.stdout
 
 
-def test_mistakes_in_quotas_are_one_line(path: Path) -> None:
-    for quotas, more, message in (
+def test_invalid_quotas_are_a_one_line_error(path: Path) -> None:
+    for quotas, extra, message in (
         ({"a": {"least": 3}}, (), "tenants.a.least: 3 is invalid; no such option; allowed: min, max"),
         ({"a": {"min": "1GiB"}}, (), "a size needs the bytes of a token"),
         ({"a": {"min": 6}, "b": {"min": 5}}, (), "the minimums add up to more than the capacity of 10"),
         ({"a": {"min": 8}}, ("--store", "on-device-eviction", "--device-blocks", "4"), "there are no quotas"),
         ([], (), "tenants: [] is invalid; allowed: {"),
     ):
-        done = replayed(path, quotas, *more)
+        done = replayed(path, quotas, *extra)
         assert (done.returncode, done.stdout) == (2, ""), done
         assert message in done.stderr
 
@@ -153,7 +153,7 @@ TIER = {"tiers": parse_tiers("tiers", "simulated:8"), "tenants": {"a": Quota()}}
 @pytest.mark.parametrize(
     ("quotas", "saved"), [({}, 0), ({"simulated": {"a": Quota(HOT)}}, HOT * (ROUNDS - 1))]
 )
-def test_a_minimum_of_a_tier_keeps_what_ram_evicts(trace: Trace, quotas: Any, saved: int) -> None:
+def test_a_minimum_of_a_tier_keeps_blocks_evicted_by_ram(trace: Trace, quotas: Any, saved: int) -> None:
     report = Replay(trace, ReplayConfig(10, tier_tenants=quotas, **TIER)).run()  # type: ignore[arg-type]
     assert report.tiers[1].hit_blocks == saved
     assert report.tenants[0].prefix_hit_blocks == saved
@@ -191,7 +191,7 @@ INSTANT_COPIES = machine(
 
 @pytest.mark.parametrize(("quotas", "saved"), [({}, 0), ({"a": Quota(HOT)}, (HOT - 1) * (ROUNDS - 1))])
 def test_a_timed_replay_keeps_quotas(trace: Trace, quotas: Mapping[str, Quota], saved: int) -> None:
-    """The last block of each prompt is computed even if it is there."""
+    """The last block of each prompt is always computed."""
     config = ReplayConfig(10, device_blocks=11, tenants=quotas)
     report = replay_in_time(trace, config, Timing(INSTANT_COPIES, BLOCK_BYTES, at_once=1))
     assert report.with_offload.offload_hit_blocks == saved
@@ -199,7 +199,7 @@ def test_a_timed_replay_keeps_quotas(trace: Trace, quotas: Mapping[str, Quota], 
 
 @pytest.mark.parametrize("blocks", [12, 5000])
 def test_a_timed_replay_keeps_quotas_of_tiers(trace: Trace, blocks: int) -> None:
-    """A tier with room for all blocks ignores minimums, as RAM does."""
+    """A tier with room for all blocks ignores minimums, like RAM."""
     tiers, tenants = parse_tiers("tiers", f"simulated:{blocks}"), {"a": Quota(), "b": Quota()}
     config = ReplayConfig(12, device_blocks=11, tiers=tiers, tenants=tenants)
     hits = []
@@ -213,27 +213,29 @@ def test_a_timed_replay_keeps_quotas_of_tiers(trace: Trace, blocks: int) -> None
 def test_simulate_and_explain_take_the_quotas_of_replay(path: Path) -> None:
     quotas = ("--tenants", json.dumps({"a": {"min": "8MiB"}}))
     sizes = ("--capacity", "10", "--bytes-per-token", "2KiB", "--quiet", "--format", "json")
-    explained, bare = (json.loads(kvoffload("explain", path, *sizes, *more).stdout) for more in (quotas, ()))
+    explained, bare = (
+        json.loads(kvoffload("explain", path, *sizes, *extra).stdout) for extra in (quotas, ())
+    )
     assert (explained["hits"], bare["hits"]) == (HOT * (ROUNDS - 1), 0)
     assert explained["reasons"] == {"new_prompt": HOT + SCANNED * ROUNDS}
     assert bare["reasons"]["evicted"] == HOT * (ROUNDS - 1)
     simulated, bare = (
-        json.loads(kvoffload("simulate", path, *sizes, "--device-blocks", "11", *more).stdout)
-        for more in (quotas, ())
+        json.loads(kvoffload("simulate", path, *sizes, "--device-blocks", "11", *extra).stdout)
+        for extra in (quotas, ())
     )
     assert simulated["with_offload"]["offload_hit_blocks"] == (HOT - 1) * (ROUNDS - 1)
     assert bare["with_offload"]["offload_hit_blocks"] == 0
 
 
 @pytest.mark.parametrize("command", ["replay", "simulate", "explain"])
-def test_mistakes_in_quotas_are_one_line_in_every_command(path: Path, command: str) -> None:
+def test_invalid_quotas_are_a_one_line_error_in_every_command(path: Path, command: str) -> None:
     sizes = ("--capacity", "10", "--bytes-per-token", "2KiB", "--device-blocks", "11", "--quiet")
-    for quotas, more, message in (
+    for quotas, extra, message in (
         ({"a": {"least": 3}}, (), "tenants.a.least: 3 is invalid; no such option; allowed: min, max"),
         ({"a": {"min": 8}}, ("--store", "on-device-eviction"), "there are no quotas"),
         ({"a": {"tiers": {"disk": {}}}}, (), "tenants: 'disk' is invalid; allowed as tiers: none"),
     ):
-        done = kvoffload(command, path, *sizes, "--tenants", json.dumps(quotas), *more)
+        done = kvoffload(command, path, *sizes, "--tenants", json.dumps(quotas), *extra)
         assert (done.returncode, done.stdout) == (2, ""), done
         assert message in done.stderr
         assert len(done.stderr.splitlines()) == 1

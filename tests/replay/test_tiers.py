@@ -1,4 +1,4 @@
-"""Replays with tiers behind RAM: simulated ones, and a real disk with real bytes, cold and warm."""
+"""Replays with tiers behind RAM: simulated tiers, and a real disk with real bytes, cold and warm."""
 
 from __future__ import annotations
 
@@ -53,28 +53,28 @@ def disk(path: Path, blocks: int, **options: str) -> tuple[TierOptions, ...]:
 
 
 def simulated(*blocks: int) -> tuple[TierOptions, ...]:
-    return tuple(SimulatedOptions(capacity=str(one)) for one in blocks)
+    return tuple(SimulatedOptions(capacity=str(block)) for block in blocks)
 
 
 @pytest.mark.parametrize("device_blocks", [0, 300])
 @pytest.mark.parametrize("name", ["chat", "rag"])
 @pytest.mark.slow
-def test_ram_and_a_tier_of_lru_hit_what_one_lru_of_the_tiers_size_hits(name: str, device_blocks: int) -> None:
-    """The tier holds all that RAM holds, and both see every use: exact, where requests fit into RAM."""
+def test_ram_and_an_lru_tier_hit_as_much_as_one_lru_of_the_tiers_size(name: str, device_blocks: int) -> None:
+    """The tier holds all blocks of RAM, and both see every use. Exact if requests fit into RAM."""
     trace = load_trace(name)
     small, large = trace.unique_blocks // 50, trace.unique_blocks // 10
-    behind = Replay(trace, ReplayConfig(small, device_blocks=device_blocks, tiers=simulated(large))).run()
+    tiered = Replay(trace, ReplayConfig(small, device_blocks=device_blocks, tiers=simulated(large))).run()
     alone = Replay(trace, ReplayConfig(large, device_blocks=device_blocks)).run()
-    assert behind.prefix_hit_blocks == alone.prefix_hit_blocks
-    assert sum(tier.hit_blocks for tier in behind.tiers) == behind.offload_hit_blocks
-    assert [tier.name for tier in behind.tiers] == ["ram", "simulated"]
-    assert behind.tiers[0].hit_blocks > 0
-    assert behind.tiers[1].hit_blocks > 0
+    assert tiered.prefix_hit_blocks == alone.prefix_hit_blocks
+    assert sum(tier.hit_blocks for tier in tiered.tiers) == tiered.offload_hit_blocks
+    assert [tier.name for tier in tiered.tiers] == ["ram", "simulated"]
+    assert tiered.tiers[0].hit_blocks > 0
+    assert tiered.tiers[1].hit_blocks > 0
 
 
 @pytest.mark.parametrize("store", ["on-compute", "on-device-eviction"])
 @pytest.mark.parametrize(("policy", "admission"), [("lru", "all"), ("hazard", "all"), ("arc", "reuse:2")])
-def test_any_policy_and_rule_at_both_places(
+def test_every_policy_and_rule_runs_in_ram_and_in_a_tier(
     small_chat: Trace, policy: str, admission: str, store: str
 ) -> None:
     tiers = parse_tiers("tiers", f"simulated:100+simulated:300,policy={policy},admission={admission}")
@@ -91,10 +91,10 @@ def test_a_disk_serves_every_byte_and_decides_as_simulated(small_chat: Trace, tm
     assert on_disk.mismatches_served == 0
     assert on_disk.decisions_sha256 == plain.decisions_sha256
     assert [tier.hit_blocks for tier in on_disk.tiers] == [tier.hit_blocks for tier in plain.tiers]
-    ram, behind = on_disk.tiers
-    assert behind.name == "disk"
-    assert behind.bytes_read == behind.hit_blocks * BLOCK_BYTES > 0
-    assert behind.bytes_written == behind.blocks_written * BLOCK_BYTES > 0
+    ram, disk_report = on_disk.tiers
+    assert disk_report.name == "disk"
+    assert disk_report.bytes_read == disk_report.hit_blocks * BLOCK_BYTES > 0
+    assert disk_report.bytes_written == disk_report.blocks_written * BLOCK_BYTES > 0
     assert ram.bytes_read == on_disk.offload_hit_blocks * BLOCK_BYTES
 
 
@@ -102,7 +102,7 @@ def test_a_second_run_starts_warm(small_chat: Trace, tmp_path: Path) -> None:
     config = ReplayConfig(600, tiers=disk(tmp_path, small_chat.unique_blocks))
     cold, warm = run(small_chat, config), run(small_chat, config)
     assert cold.prefix_hit_ratio == cold.infinite_hit_ratio
-    assert warm.prefix_hit_blocks == small_chat.block_refs, "every block was there before"
+    assert warm.prefix_hit_blocks == small_chat.block_refs, "the first run stored every block"
     assert warm.tiers[1].blocks_written == 0
     assert warm.mismatches_served == 0
 
@@ -142,7 +142,7 @@ def test_damage_in_ram_never_reaches_the_disk_as_sound(tmp_path: Path, kind: str
     assert sum(tier.hit_blocks for tier in report.tiers) == report.offload_hit_blocks
 
 
-# ---- what users type
+# ---- specifications of tiers
 
 
 @pytest.mark.parametrize(
@@ -163,20 +163,20 @@ def test_damage_in_ram_never_reaches_the_disk_as_sound(tmp_path: Path, kind: str
         ("disk", "allowed: disk:PATH:CAPACITY, or simulated:CAPACITY in a replay without data"),
     ],
 )
-def test_a_tier_that_cannot_be_is_refused(text: str, message: str) -> None:
+def test_invalid_tiers_are_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         parse_tier("tier", text)
     assert message in str(refused.value)
 
 
-def test_a_tier_as_users_type_it() -> None:
+def test_a_tier_is_parsed_and_printed() -> None:
     text = "disk:/data/a:b:10%,policy=s3fifo,small_share=0.2,admission=reuse:2"
     options = {"policy": "s3fifo,small_share=0.2", "admission": "reuse:2"}
-    found = parse_tier("tier", text)
-    assert found == DiskOptions(path=("/data/a:b",), capacity="10%", **options)
-    assert parse_tier("tier", {"type": "disk", "path": "/data/a:b", "capacity": "10%", **options}) == found
-    assert parse_tier("tier", str(found)) == found
-    assert found.in_blocks(4096, 1000).num_blocks == 100
+    tier = parse_tier("tier", text)
+    assert tier == DiskOptions(path=("/data/a:b",), capacity="10%", **options)
+    assert parse_tier("tier", {"type": "disk", "path": "/data/a:b", "capacity": "10%", **options}) == tier
+    assert parse_tier("tier", str(tier)) == tier
+    assert tier.in_blocks(4096, 1000).num_blocks == 100
     assert parse_tiers("tiers", "disk:/a|/b:5GiB,salt=2+disk:/c+d:1TiB") == (
         DiskOptions(path=("/a", "/b"), capacity="5GiB", salt="2"),
         DiskOptions(path=("/c+d",), capacity="1TiB"),
@@ -212,21 +212,21 @@ def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     "url", ["far://host:6379/ns", "fars://a,b:1/x,y", "far+wide://a:1,b:2/ns", "far://[::1]:1/n"]
 )
-def test_a_tier_as_a_url(url: str) -> None:
-    found: Any = parse_tier("tier", f"{url}?ttl=7&password_file=/run/key")
-    assert type(found).__name__ == "FarOptions"
-    assert (found.url, found.ttl, found.password_file) == (url, 7, "/run/key")
-    assert str(found) == f"{url}?ttl=7&password_file=/run/key"
-    assert parse_tier("tier", str(found)) == found
-    assert parse_tier("tier", {"type": "far", "url": url, "ttl": 7, "password_file": "/run/key"}) == found
-    assert parse_tier("tier", {"url": f"{url}?ttl=7", "password_file": "/run/key"}) == found
+def test_a_url_is_parsed_and_printed(url: str) -> None:
+    tier: Any = parse_tier("tier", f"{url}?ttl=7&password_file=/run/key")
+    assert type(tier).__name__ == "FarOptions"
+    assert (tier.url, tier.ttl, tier.password_file) == (url, 7, "/run/key")
+    assert str(tier) == f"{url}?ttl=7&password_file=/run/key"
+    assert parse_tier("tier", str(tier)) == tier
+    assert parse_tier("tier", {"type": "far", "url": url, "ttl": 7, "password_file": "/run/key"}) == tier
+    assert parse_tier("tier", {"url": f"{url}?ttl=7", "password_file": "/run/key"}) == tier
     assert parse_tiers("tiers", f"disk:/a+b:5GiB+{url}?ttl=7&password_file=/run/key+100") == (
         DiskOptions(path=("/a+b",), capacity="5GiB"),
-        found,
+        tier,
         parse_tier("tier", "simulated:100"),
     )
-    assert found.in_blocks(4096, 10) == found
-    assert found.num_blocks >= 1 << 30
+    assert tier.in_blocks(4096, 10) == tier
+    assert tier.num_blocks >= 1 << 30
 
 
 @pytest.mark.usefixtures("far")
@@ -248,22 +248,22 @@ def test_a_tier_as_a_url(url: str) -> None:
         ({"type": "farr://:hunter2@host/ns"}, "tier.type: 'farr://***@host/ns'"),
     ],
 )  # fmt: skip
-def test_a_url_that_cannot_be_is_refused_without_its_secrets(tier: object, message: str) -> None:
+def test_invalid_urls_are_refused_without_printing_secrets(tier: object, message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         parse_tier("tier", tier)
     assert message in str(refused.value)
     assert not re.search("hun/?ter2", str(refused.value))
 
 
-def test_a_disk_needs_bytes_to_hold(tmp_path: Path, small_chat: Trace) -> None:
+def test_a_disk_needs_bytes(tmp_path: Path, small_chat: Trace) -> None:
     with pytest.raises(ConfigError, match="use simulated:100"):
         Replay(small_chat, ReplayConfig(10, tiers=disk(tmp_path, 100)))
 
 
-def test_a_new_file_is_a_new_kind_of_tier(
+def test_a_new_module_adds_a_kind_of_tier(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_chat: Trace
 ) -> None:
-    """One file in the room, nothing else."""
+    """A tier needs no other change than its module in the room."""
     (tmp_path / "toy.py").write_text(
         "from dataclasses import dataclass\n"
         "from kvoffload.tiers.kinds.simulated import SimulatedOptions\n\n"
@@ -310,7 +310,7 @@ def test_the_command_prints_hits_by_tier(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_sweep_over_tiers_says_what_replays_say(small_chat: Trace) -> None:
+def test_a_sweep_over_tiers_equals_replays(small_chat: Trace) -> None:
     grid = Grid(
         ("lru", "arc"), capacities=("60",), tiers=("none", "100", "100,policy=arc,admission=reuse:2+400")
     )
@@ -334,12 +334,12 @@ def test_a_sweep_over_tiers_says_what_replays_say(small_chat: Trace) -> None:
 
 
 @pytest.mark.parametrize("tiers", ["", "10%,policy=lruu", "10%,admission=reuse:x", "ten", "10%++20%"])
-def test_an_axis_of_tiers_that_cannot_be(tiers: str) -> None:
+def test_invalid_axes_of_tiers_are_refused(tiers: str) -> None:
     with pytest.raises(ConfigError, match="tiers"):
         Grid(("lru",), tiers=(tiers,))
 
 
 def test_a_sweep_keeps_no_blocks() -> None:
-    """Known before a trace is read."""
+    """The sweep is refused before it reads a trace."""
     with pytest.raises(ConfigError, match=r"tiers: 'disk:/x:10%' .* allowed: simulated:10%$"):
         Grid(("lru",), tiers=("none", "disk:/x:10%"))

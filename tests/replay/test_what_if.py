@@ -1,4 +1,4 @@
-"""Replays with shadows: what they report, and what they do not change."""
+"""Replays with shadows: estimates, and unchanged decisions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_shadows_change_no_decision() -> None:
     assert (plain.what_if, plain.what_if_sample, tried.what_if_sample) == ([], 0, 8)
 
 
-def test_behind_ram_with_tiers_policies_refuse_as_in_the_replay() -> None:
+def test_shadows_of_a_replay_with_tiers_refuse_no_blocks_unasked() -> None:
     trace = load_trace("chat").of_requests(range(50))  # type: ignore[arg-type]
     config = replace(TRIED, policy="hazard", tiers=(SimulatedOptions(capacity="900"),))
     replay = Replay(trace, config)
@@ -89,12 +89,12 @@ def test_the_command_shows_every_setting() -> None:
         ),
     ],
 )
-def test_mistakes_are_one_message(arguments: tuple[str, ...], message: str) -> None:
+def test_invalid_options_are_one_message(arguments: tuple[str, ...], message: str) -> None:
     done = kvoffload("replay", "chat", "--no-data", *arguments)
     assert done.returncode != 0
     assert done.stderr.count(message) == 1, done.stderr
 
 
-def test_a_replay_refuses_what_shadows_cannot_follow() -> None:
+def test_shadows_of_a_victim_tier_are_refused() -> None:
     with pytest.raises(ConfigError, match="store: 'on-device-eviction' is invalid; with what-if allowed"):
         replace(TRIED, store="on-device-eviction")

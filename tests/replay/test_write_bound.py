@@ -1,4 +1,4 @@
-"""The bound within a write budget: against exhaustive search, real policies and the optimum."""
+"""Upper bound of hits within a write budget: against exhaustive search, real policies and the optimum."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from support.optimum_traces import Requests, chained_requests, trace_of
 
 
 def offers_of(trace: Trace, requests: Requests, device_blocks: int, store: str) -> Offers:
-    """The offers of each request, with the block numbers of `requests`."""
+    """Return the offers of each request, with the block numbers of `requests`."""
     if not device_blocks:
         return [(0, request) for request in requests]
     device = run_device(trace, device_blocks)
@@ -55,17 +55,17 @@ def test_no_choice_of_blocks_exceeds_the_bound(
 
 
 def test_by_hand() -> None:
-    """Two conversations of one block with 3 and 2 later uses: one write is worth 3 hits, two are worth 5."""
+    """Two conversations of one block, with 3 and 2 later uses: one write gives 3 hits, two writes give 5."""
     requests = [[1], [2], [1], [2], [1], [2], [1]]
     trace = trace_of(requests)
     assert [bound_within_writes(trace, 0, 9, writes) for writes in range(4)] == [0, 3, 5, 5]
     assert most_hits(requests, [(0, request) for request in requests], 0, 9, 1) == 3
-    # The one slot of RAM takes the other block.
+    # The slot of RAM holds the other block.
     assert bound_within_writes(trace, 1, 9, 1) == 5
 
 
 @given(chained_requests(12, 3), st.integers(0, 6), st.integers(0, 3), st.sampled_from(STORES))
-def test_without_writes_it_is_the_optimum_of_ram_and_with_many_of_both(
+def test_the_bound_grows_from_rams_optimum_to_the_optimum_of_both(
     requests: Requests, capacity: int, device: int, store: str
 ) -> None:
     trace = trace_of(requests)
@@ -96,7 +96,7 @@ def test_no_replay_exceeds_the_bound(chat: str, store: str, admission: str) -> N
 
 
 def test_an_oracle_behind_caches_by_hand() -> None:
-    """RAM of one block hits block 1 once. Block 2 has two later uses, block 1 two more."""
+    """RAM of one block hits block 1 once. Block 2 has two later uses, block 1 two further uses."""
     trace = trace_of([[1], [1], [2], [1], [2], [1], [2]])
     replay = Replay(trace, ReplayConfig(1))
     replay.run()
