@@ -1,7 +1,7 @@
-"""The command line, as a user meets it: what it prints, and with which exit code.
+"""Output and exit codes of the command line.
 
-In this process, because each of its own imports numba for two seconds; what only a process of its own can
-show is at the end.
+Commands run in this process, because the import of numba takes two seconds. Tests that need a separate
+process are at the end.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def test_a_tier_that_never_answers_is_one_line(monkeypatch: pytest.MonkeyPatch) 
 
 
 class _Closed(io.StringIO):
-    """A pipe whose reader is gone."""
+    """A pipe without a reader."""
 
     def write(self, text: str) -> int:
         raise BrokenPipeError
 
 
-def test_a_table_whose_reader_is_gone_is_no_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_pipe_is_no_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["kvoffload", "policies"])
     monkeypatch.setattr(sys, "stdout", _Closed())
     with pytest.raises(SystemExit) as end:
@@ -62,7 +62,7 @@ def test_a_table_whose_reader_is_gone_is_no_failed_check(monkeypatch: pytest.Mon
     assert end.value.code == 141
 
 
-def test_replay_json_is_one_object_and_nothing_else(trace_file: Path) -> None:
+def test_replay_prints_one_json_object(trace_file: Path) -> None:
     done = kvoffload("replay", trace_file, *SMALL, "--format", "json")
     report = json.loads(done.stdout)
     assert report["trace"] == "small"
@@ -71,7 +71,7 @@ def test_replay_json_is_one_object_and_nothing_else(trace_file: Path) -> None:
     assert report["mismatches_served"] == 0
 
 
-def test_reports_go_to_files(trace_file: Path, tmp_path: Path) -> None:
+def test_reports_are_written_to_files(trace_file: Path, tmp_path: Path) -> None:
     report, table, log = tmp_path / "r.json", tmp_path / "r.txt", tmp_path / "d.txt"
     kvoffload("replay", trace_file, *SMALL, "--format", "json", "--output", report, "--decisions", log)
     done = kvoffload("replay", trace_file, *SMALL, "--output", table)
@@ -82,8 +82,8 @@ def test_reports_go_to_files(trace_file: Path, tmp_path: Path) -> None:
     assert summed.stdout.split()[0] == digest
 
 
-def run_with_output(command: str, trace_file: Path, option: str, file: Path, *more: str) -> Done:
-    """Run a command of `COMMANDS_WITH_OUTPUT` on the smallest work."""
+def run_with_output(command: str, trace_file: Path, option: str, file: Path, *extra: str) -> Done:
+    """Run a command of `COMMANDS_WITH_OUTPUT` with little work."""
     arguments: dict[str, tuple[str | Path, ...]] = {
         "replay": (trace_file, "--no-data"),
         "simulate": (trace_file, "--bytes-per-token", "64KiB", "--capacity", "200"),
@@ -92,7 +92,7 @@ def run_with_output(command: str, trace_file: Path, option: str, file: Path, *mo
         "trace generate": ("chat", "--sessions", "2"),
         "sweep": (trace_file, "--capacities", "50", "--policies", "lru", "--jobs", "1"),
     }
-    return kvoffload(*command.split(), *arguments[command], option, file, *more)
+    return kvoffload(*command.split(), *arguments[command], option, file, *extra)
 
 
 COMMANDS_WITH_OUTPUT = [
@@ -123,7 +123,7 @@ def test_only_force_replaces_a_file(
 
 
 @pytest.mark.parametrize(("command", "option", "name"), COMMANDS_WITH_OUTPUT)
-def test_an_empty_file_is_no_reason_to_ask(
+def test_an_empty_file_is_replaced_without_force(
     trace_file: Path, tmp_path: Path, command: str, option: str, name: str
 ) -> None:
     """``--output $(mktemp)`` works."""
@@ -135,7 +135,7 @@ def test_an_empty_file_is_no_reason_to_ask(
 
 
 def test_a_forced_output_survives_a_command_that_fails(trace_file: Path, tmp_path: Path) -> None:
-    """A file is replaced when its content is known, and no new file is left."""
+    """A file is replaced only after the command succeeds, and no temporary file remains."""
     old, new = tmp_path / "old.txt", tmp_path / "new.txt"
     old.write_text("precious")
     for file in (old, new):
@@ -149,7 +149,7 @@ def test_a_forced_output_survives_a_command_that_fails(trace_file: Path, tmp_pat
     )
 
 
-def test_an_assumed_speed_is_said(trace_file: Path) -> None:
+def test_an_assumed_speed_is_reported(trace_file: Path) -> None:
     speed = ("--decode-tokens-per-s", "62.5")
     done = kvoffload("replay", trace_file, *SMALL, *speed)
     assert "Requests end when 62.5 tokens/s have generated their answers: assumed." in done.stdout
@@ -163,13 +163,13 @@ def test_an_assumed_speed_is_said(trace_file: Path) -> None:
 
 
 def test_a_narrow_terminal_cuts_nothing_off(trace_file: Path) -> None:
-    """At 40 columns numbers of the table and ends of the sentences were missing."""
+    """Regression: at 40 columns, numbers of the table and ends of sentences were missing."""
     wide, narrow = (kvoffload("replay", trace_file, *SMALL, columns=columns).stdout for columns in (120, 40))
     assert max(map(len, narrow.splitlines())) <= 40
     words = [word.rstrip(";:,") for word in narrow.split()]
-    others = ("CPU time", "────", "Source of blocks", "Offload tier ")
+    shortened = ("CPU time", "────", "Source of blocks", "Offload tier ")
     for line in wide.splitlines():
-        if not any(mark in line for mark in others):
+        if not any(mark in line for mark in shortened):
             assert {word.rstrip(":,") for word in line.split()} <= set(words), line
     assert "  offload tier (lru, all, 200 blocks)\n    blocks: " in narrow
 
@@ -265,15 +265,15 @@ def test_injected_damage_is_in_the_report(trace_file: Path) -> None:
                                                       "cannot be written (No such file or directory)"),
     ],
 )  # fmt: skip
-def test_mistakes_are_one_clear_line_and_exit_code_2(arguments: list[str], message: str) -> None:
+def test_mistakes_are_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:
     done = kvoffload("replay", *arguments)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"kvoffload: {message}\n")
 
 
-def test_all_mistakes_of_a_command_are_said_at_once() -> None:
+def test_all_mistakes_of_a_command_are_reported_together() -> None:
     wrong = {"--policy": "lri", "--capacity": "5x", "--admission": "reuze", "--tiers": "tape:3:4",
              "--inject": "foo", "--model": "x", "--block-bytes": "12", "--device-blocks": "2y"}  # fmt: skip
-    done = kvoffload("replay", "nosuch", *(part for pair in wrong.items() for part in pair))
+    done = kvoffload("replay", "nosuch", *(word for pair in wrong.items() for word in pair))
     assert done.returncode == 2
     assert done.stderr.startswith("kvoffload: replay:\n")
     for name in ("trace", *(name.removeprefix("--") for name in wrong)):
@@ -282,14 +282,14 @@ def test_all_mistakes_of_a_command_are_said_at_once() -> None:
     assert done.stderr.count("\n  ") == 4
 
 
-def test_more_than_the_machine_has(trace_file: Path) -> None:
+def test_more_memory_than_the_machine_has_is_refused(trace_file: Path) -> None:
     done = kvoffload("replay", trace_file, "--capacity", "100%", "--block-bytes", "1TiB")
     assert done.returncode == 2
     assert "are available; use a smaller" in done.stderr
     assert "--no-data" in done.stderr
 
 
-def test_a_bad_line_is_named_or_skipped(tmp_path: Path) -> None:
+def test_an_invalid_line_is_named_or_skipped(tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     good = '{"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]}\n'
     path.write_text(good + '{"timestamp": 0, "input_length": "x"}\n' + good)
@@ -312,7 +312,7 @@ def test_a_trace_without_a_full_block_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def blocks_of_16(tmp_path: Path) -> Path:
-    """A trace of 40 requests with 30 blocks each, whose header says that they have 16 tokens."""
+    """Write a trace of 40 requests with 30 blocks each; the header sets 16 tokens per block."""
     lines = ['{"kvoffload_trace":1,"block_tokens":16,"assumed":"no reuse"}']
     for i in range(40):
         ids = [0, *(1000 * (i % 20) + j for j in range(1, 30))]
@@ -322,8 +322,8 @@ def blocks_of_16(tmp_path: Path) -> Path:
     return path
 
 
-def test_sizes_that_cannot_be_meant_give_a_warning(blocks_of_16: Path) -> None:
-    """The 40 requests have 20 x 29 + 1 blocks, of 16 KiB."""
+def test_implausible_sizes_give_a_warning(blocks_of_16: Path) -> None:
+    """The 40 requests have 20 x 29 + 1 blocks of 16 KiB."""
     options = "--bytes-per-token", "1KiB", "--no-data", "--quiet"
     done = kvoffload("replay", blocks_of_16, "--capacity", "1GiB", *options, "--tiers", "simulated:8MiB")
     assert done.returncode == 0
@@ -393,11 +393,11 @@ def test_unknown_option_is_exit_code_2() -> None:
     assert kvoffload("bogus").returncode == 2
 
 
-# ---- in a process of its own
+# ---- in a separate process
 
 
 def in_a_process(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """The command as it is installed."""
+    """Run the installed command."""
     command = [Path(sys.executable).with_name("kvoffload"), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True)
 

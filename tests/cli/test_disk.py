@@ -1,4 +1,4 @@
-"""`kvoffload disk`: what people see of a slab, and the exit codes that scripts go by."""
+"""`kvoffload disk`: output for people, and exit codes for scripts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_inspect(filled: Path) -> None:
     assert (report["num_blocks"], report["capacity_blocks"], report["problem"]) == (10, 16, "")
 
 
-def test_inspect_tells_the_age_of_the_oldest_the_middle_and_the_newest_block(
+def test_inspect_prints_the_ages_of_the_oldest_median_and_newest_block(
     tmp_path: Path,
 ) -> None:
     files = FailingFiles()
@@ -56,7 +56,7 @@ def test_inspect_tells_the_age_of_the_oldest_the_middle_and_the_newest_block(
     assert report["written_at_s"] == [10, 30, 50]
 
 
-def test_the_slabs_of_all_producers_the_last_used_first(tmp_path: Path) -> None:
+def test_slabs_are_sorted_by_last_use(tmp_path: Path) -> None:
     for number, producer in enumerate(["llama", "mistral", "qwen", "mistral"]):
         disk = Disk(tmp_path, 100, fingerprint=producer)
         assert disk.write([number]) == [number]
@@ -75,7 +75,7 @@ def test_the_slabs_of_all_producers_the_last_used_first(tmp_path: Path) -> None:
     (alone,) = json.loads(run("inspect", tmp_path / reports[1]["name"], "--format", "json")[1])
     assert alone == reports[1]
     code, text = run("verify", tmp_path)
-    assert code == 1, "one that cannot be used"
+    assert code == 1, "one slab is unusable"
     assert text.count("blocks are sound") == 3
     (tmp_path / "kvoffload-0.slab").unlink()
     assert run("verify", tmp_path)[0] == 0
@@ -83,14 +83,14 @@ def test_the_slabs_of_all_producers_the_last_used_first(tmp_path: Path) -> None:
     order = [path.name for path in slabs_in(tmp_path)]
     code, text = run("compact", tmp_path)
     assert (code, text.count("the log is empty"), text.count("skipped")) == (1, 3, 1)
-    assert [path.name for path in slabs_in(tmp_path)] == order, "who makes way first is as before"
+    assert [path.name for path in slabs_in(tmp_path)] == order, "the order of eviction is unchanged"
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "letter").write_text("dear reader")
     assert run("verify", tmp_path / "elsewhere" / "letter")[0] == 1
     assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["letter"]
 
 
-def test_verify_is_0_when_all_is_sound_and_1_with_a_list_when_not(filled: Path) -> None:
+def test_verify_exits_with_0_if_all_blocks_are_sound_and_1_otherwise(filled: Path) -> None:
     code, text = run("verify", filled)
     assert (code, text) == (0, f"{slab_in(filled)}: 10 of 10 blocks are sound\n")
     layout = Layout.holding(4096, KEY_BYTES, 16)
@@ -103,11 +103,11 @@ def test_verify_is_0_when_all_is_sound_and_1_with_a_list_when_not(filled: Path) 
     assert "9 of 10 blocks are sound" in text
     code, text = run("verify", filled, "--format", "json")
     assert code == 1
-    (found,) = json.loads(text)
-    assert [problem["slot"] for problem in found["problems"]] == [4]
+    (report,) = json.loads(text)
+    assert [problem["slot"] for problem in report["problems"]] == [4]
 
 
-def test_verify_tells_of_a_damaged_journal_and_compact_mends_it(filled: Path) -> None:
+def test_verify_reports_a_damaged_journal_and_compact_repairs_it(filled: Path) -> None:
     layout = Layout.holding(4096, KEY_BYTES, 16)
     with slab_in(filled).open("r+b") as file:
         file.seek(layout.checkpoint_offset(0) + 40)
@@ -136,7 +136,7 @@ def test_compact_names_a_failed_write(filled: Path, monkeypatch: pytest.MonkeyPa
         run("compact", filled)
 
 
-def test_while_somebody_has_it_open(filled: Path) -> None:
+def test_commands_on_an_open_slab(filled: Path) -> None:
     disk = Disk(filled, 16, fingerprint="llama bf16 tp1")
     for verb in ("verify", "compact"):
         with pytest.raises(ConfigError, match=f"process {os.getpid()} has it open"):
@@ -148,7 +148,7 @@ def test_while_somebody_has_it_open(filled: Path) -> None:
     assert "by process" not in run("inspect", filled)[1]
 
 
-def test_a_directory_that_is_none_of_ours(tmp_path: Path) -> None:
+def test_a_foreign_directory(tmp_path: Path) -> None:
     for verb in ("inspect", "verify", "compact"):
         with pytest.raises(ConfigError, match="path"):
             run(verb, tmp_path)
@@ -161,10 +161,12 @@ def test_rm_deletes_slabs_and_leaves_the_lock(filled: Path) -> None:
     assert code == 0
     assert text.startswith("1 slab of ")
     assert text.endswith(f" in {filled}: deleted\n")
-    assert [path.name for path in filled.iterdir()] == ["kvoffload.lock"], "somebody may wait for it"
+    assert [path.name for path in filled.iterdir()] == ["kvoffload.lock"], (
+        "another process may wait for the lock"
+    )
 
 
-def test_rm_leaves_what_is_not_its_own(filled: Path) -> None:
+def test_rm_leaves_foreign_files(filled: Path) -> None:
     both = filled / "both"
     for producer in ("one", "another"):
         disk = Disk(both, 100, fingerprint=producer)
@@ -190,7 +192,7 @@ def test_rm_deletes_nothing_but_slabs(tmp_path: Path) -> None:
     assert not (tmp_path / "kvoffload.lock").exists()
 
 
-def test_rm_asks_and_does_not_touch_what_is_open(filled: Path) -> None:
+def test_rm_asks_and_does_not_delete_open_slabs(filled: Path) -> None:
     result = CliRunner().invoke(command, ["rm", str(filled)], input="n\n")
     assert (result.exit_code, len(slabs_in(filled))) == (1, 1)
     disk = Disk(filled, 16, fingerprint="llama bf16 tp1")

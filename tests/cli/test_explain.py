@@ -1,4 +1,4 @@
-"""``kvoffload explain``: JSON that adds up, tables, one request, recordings of servers, bad input."""
+"""``kvoffload explain``: sums of the JSON, tables, one request, recordings of servers, invalid input."""
 
 from __future__ import annotations
 
@@ -25,47 +25,47 @@ CACHES = ("--capacity", "5%", "--policy", "hazard", "--admission", "reuse:2", "-
 def explained(*arguments: str | Path) -> dict[str, Any]:
     done = kvoffload("explain", *arguments, "--format", "json", "--quiet")
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
 
 
 @pytest.mark.parametrize("caches", [(), CACHES, ("--device-blocks", "5%", "--store", "on-device-eviction")])
-def test_reasons_add_up_and_decisions_are_those_of_a_replay(chat: str, caches: tuple[str, ...]) -> None:
-    found = explained(chat, *caches)
+def test_reasons_add_up_and_decisions_equal_a_replay(chat: str, caches: tuple[str, ...]) -> None:
+    report = explained(chat, *caches)
     replayed = json.loads(kvoffload("replay", chat, *caches, "--no-data", "--format", "json").stdout)
-    assert found["decisions_sha256"] == replayed["decisions_sha256"]
-    assert found["hits"] == replayed["prefix_hit_blocks"]
-    assert found["misses"] == replayed["block_refs"] - replayed["prefix_hit_blocks"]
-    assert sum(found["reasons"].values()) == found["misses"]
-    assert found["meanings"].keys() == found["reasons"].keys()
-    assert len(found["runs"]) == 20
-    order = [(run["reason"] in HOPELESS, -run["blocks"]) for run in found["runs"]]
+    assert report["decisions_sha256"] == replayed["decisions_sha256"]
+    assert report["hits"] == replayed["prefix_hit_blocks"]
+    assert report["misses"] == replayed["block_refs"] - replayed["prefix_hit_blocks"]
+    assert sum(report["reasons"].values()) == report["misses"]
+    assert report["meanings"].keys() == report["reasons"].keys()
+    assert len(report["runs"]) == 20
+    order = [(run["reason"] in HOPELESS, -run["blocks"]) for run in report["runs"]]
     assert order == sorted(order)
 
 
 def test_all_runs_add_up_to_the_reasons(chat: str) -> None:
-    found = explained(chat, "--top", "100000", "--no-capacities")
+    report = explained(chat, "--top", "100000", "--no-capacities")
     sums: dict[str, int] = {}
-    for run in found["runs"]:
+    for run in report["runs"]:
         sums[run["reason"]] = sums.get(run["reason"], 0) + run["blocks"]
-    assert sums == found["reasons"]
-    assert len(found["runs"]) == found["num_runs"]
-    places = found["differing"]
-    assert len(places) == found["num_differing"]
+    assert sums == report["reasons"]
+    assert len(report["runs"]) == report["num_runs"]
+    places = report["differing"]
+    assert len(places) == report["num_differing"]
     assert sum(place["blocks"] for place in places) == sum(
-        found["reasons"].get(reason, 0) for reason in ("prefix_differs", "after_shared_prompt")
+        report["reasons"].get(reason, 0) for reason in ("prefix_differs", "after_shared_prompt")
     )
-    assert found["capacities"] is None
+    assert report["capacities"] is None
 
 
 def test_larger_capacities_hit_more_with_lru(chat: str) -> None:
-    found = explained(chat)
-    rows = found["capacities"]
+    report = explained(chat)
+    rows = report["capacities"]
     assert [row["factor"] for row in rows] == [1.1, 1.3, 1.5, 2, 3, 5, 10]
     for key in ("evicted_hits", "hits"):
         assert [row[key] for row in rows] == sorted(row[key] for row in rows)
-    assert 0 < rows[-1]["evicted_hits"] <= found["reasons"]["evicted"]
-    assert rows[-1]["hits"] > found["hits"]
+    assert 0 < rows[-1]["evicted_hits"] <= report["reasons"]["evicted"]
+    assert rows[-1]["hits"] > report["hits"]
 
 
 def blocks_one_by_one(path: Path, *blocks: int) -> Path:
@@ -79,27 +79,27 @@ def blocks_one_by_one(path: Path, *blocks: int) -> Path:
 
 def test_hits_that_a_larger_capacity_loses_are_shown(tmp_path: Path) -> None:
     path = blocks_one_by_one(tmp_path / "fifo.jsonl", 1, 2, 3, 4, 1, 2, 5, 1, 2, 3, 4, 5)
-    found = explained(path, "--capacity", "3", "--policy", "fifo", "--request", "4")
-    assert (found["hits"], found["reasons"]) == (3, {"new_prompt": 5, "evicted": 4})
-    rows = [(row["factor"], row["evicted_hits"], row["hits"]) for row in found["capacities"]]
-    # 4 blocks, 5 blocks, and more than all blocks.
+    report = explained(path, "--capacity", "3", "--policy", "fifo", "--request", "4")
+    assert (report["hits"], report["reasons"]) == (3, {"new_prompt": 5, "evicted": 4})
+    rows = [(row["factor"], row["evicted_hits"], row["hits"]) for row in report["capacities"]]
+    # Capacities of 4 blocks, 5 blocks, and more than all blocks.
     assert rows[:3] == [(1.1, 2, 2), (1.3, 2, 2), (1.5, 4, 7)]
-    assert found["runs"][0]["kept_with"] == 1.1
+    assert report["runs"][0]["kept_with"] == 1.1
     done = kvoffload("explain", path, "--capacity", "3", "--policy", "fifo", "--quiet")
     words = " ".join(done.stdout.split())
     assert "1 times 0 0.0% 3 25.0%" in words
     assert "1.1 times 2 50.0% 2 16.7%" in words
 
 
-def test_evicted_blocks_that_are_hits_are_those_of_each_replay(chat: str) -> None:
-    """S3-FIFO is not monotone: of the blocks that 5 times the capacity keeps, 10 times loses some."""
+def test_hits_of_evicted_blocks_equal_replays_with_larger_capacities(chat: str) -> None:
+    """S3-FIFO is not monotone: 10 times the capacity loses some hits of 5 times the capacity."""
     trace = load_trace(chat)
     config = ReplayConfig(trace.unique_blocks // 20, "s3fifo")
-    report, found = find_misses(trace, config)
-    found = replace(found, larger_hits=larger_hits(trace, config))
-    rows = explain(report, found, config).capacities
+    report, misses = find_misses(trace, config)
+    misses = replace(misses, larger_hits=larger_hits(trace, config))
+    rows = explain(report, misses, config).capacities
     assert rows is not None
-    is_evicted = found.reasons == NUMBERS["evicted"]
+    is_evicted = misses.reasons == NUMBERS["evicted"]
     depth = np.arange(trace.block_refs) - np.repeat(trace.offsets[:-1], np.diff(trace.offsets))
     for factor, row in ((5, rows[5]), (10, rows[6])):
         larger = Replay(trace, replace(config, capacity_blocks=config.capacity_blocks * factor))
@@ -112,25 +112,25 @@ def test_evicted_blocks_that_are_hits_are_those_of_each_replay(chat: str) -> Non
 def test_one_request(chat: str) -> None:
     every = explained(chat, "--top", "100000")["runs"]
     request = every[7]["request"]
-    found = explained(chat, "--request", str(request))
+    report = explained(chat, "--request", str(request))
     own = sorted((run for run in every if run["request"] == request), key=lambda run: run["first_block"])
-    assert found["runs"] == own
+    assert report["runs"] == own
     done = kvoffload("explain", chat, "--request", "100000", "--quiet")
     assert done.returncode == 2
     assert re.search(r"request: 100000 is invalid; allowed: 0 to [\d,]+", done.stderr)
 
 
 @pytest.mark.parametrize("columns", [50, 80, 120])
-def test_tables_fit_and_lose_nothing(chat: str, columns: int) -> None:
+def test_tables_fit_the_terminal_without_losses(chat: str, columns: int) -> None:
     done = kvoffload("explain", chat, *CACHES, "--top", "3", columns=columns)
     assert done.returncode == 0, done.stderr
     assert max(map(len, done.stdout.splitlines())) <= columns
     text = " ".join(done.stdout.split())
-    found = explained(chat, *CACHES, "--top", "3")
-    for reason, blocks in found["reasons"].items():
+    report = explained(chat, *CACHES, "--top", "3")
+    for reason, blocks in report["reasons"].items():
         assert reason in text
         assert f"{blocks:,}" in text
-    assert f"{found['misses']:,}" in text
+    assert f"{report['misses']:,}" in text
 
 
 def test_every_reason_has_advice() -> None:
@@ -148,13 +148,13 @@ def token_ids(path: Path) -> Path:
 
 def test_a_recording_with_token_ids(tmp_path: Path) -> None:
     path = token_ids(tmp_path / "requests.jsonl")
-    found = explained(path, "--capacity", "100")
-    assert (found["trace"], found["block_tokens"], found["has_token_ids"]) == ("requests", 16, True)
-    assert found["reasons"] == {"prefix_differs": 34, "new_prompt": 18}
-    (place,) = found["differing"]
+    report = explained(path, "--capacity", "100")
+    assert (report["trace"], report["block_tokens"], report["has_token_ids"]) == ("requests", 16, True)
+    assert report["reasons"] == {"prefix_differs": 34, "new_prompt": 18}
+    (place,) = report["differing"]
     assert (place["token"], place["requests"], place["block"]) == (20, 2, 1)
     assert place["difference"]["theirs"] == [2000]
-    assert found["equal_tokens"] == place["equal_tokens"] == 2 * (18 * 16 - 21)
+    assert report["equal_tokens"] == place["equal_tokens"] == 2 * (18 * 16 - 21)
     done = kvoffload("explain", path, "--capacity", "100", "--quiet")
     assert "token 20 differs from request 0 (2001 instead of 2000); the following 267 tokens are" in " ".join(
         done.stdout.split()
@@ -171,21 +171,21 @@ def test_another_salt_has_the_same_tokens(tmp_path: Path) -> None:
     ]
     timed = [json.dumps({"timestamp": at, **line}) for at, line in enumerate(lines)]
     (path := tmp_path / "salted.jsonl").write_text("\n".join(timed))
-    found = explained(path, "--capacity", "99")
-    assert found["reasons"] == {"other_tenant": 8, "new_prompt": 4, "continues": 1}
-    assert found["hits"] == 4
+    report = explained(path, "--capacity", "99")
+    assert report["reasons"] == {"other_tenant": 8, "new_prompt": 4, "continues": 1}
+    assert report["hits"] == 4
 
 
-def test_a_prompt_of_another_salt_that_goes_on_differs_nowhere(tmp_path: Path) -> None:
-    first, more = [*range(1000, 1064)], [*range(5000, 5032)]
+def test_a_continued_prompt_with_another_salt_has_no_difference(tmp_path: Path) -> None:
+    first, added = [*range(1000, 1064)], [*range(5000, 5032)]
     lines = [
         {"timestamp": 0, "prompt_token_ids": first, "cache_salt": "a"},
-        {"timestamp": 1, "prompt_token_ids": first + more, "cache_salt": "b"},
+        {"timestamp": 1, "prompt_token_ids": first + added, "cache_salt": "b"},
     ]
     (path := tmp_path / "salted.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = explained(path, "--capacity", "99")
-    assert found["reasons"] == {"new_prompt": 4, "other_tenant": 4, "continues": 2}
-    assert (found["differing"], found["equal_tokens"]) == ([], 0)
+    report = explained(path, "--capacity", "99")
+    assert report["reasons"] == {"new_prompt": 4, "other_tenant": 4, "continues": 2}
+    assert (report["differing"], report["equal_tokens"]) == ([], 0)
 
 
 def test_token_ids_without_times_need_a_pace(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_a_recording_of_a_server_is_compared_with_the_replay(tmp_path: Path) -> 
     assert explained(path, "--capacity", "1")["served"]["requests_with_more"] == 1
 
 
-def test_a_turn_that_differs_from_its_own_session_is_counted(tmp_path: Path) -> None:
+def test_a_turn_that_differs_from_its_session_is_counted(tmp_path: Path) -> None:
     lines = [
         {"hash_ids": [1, 2, 3], "session": "a"},
         {"hash_ids": [1, 9, 8], "session": "a"},
@@ -232,8 +232,8 @@ def test_a_turn_that_differs_from_its_own_session_is_counted(tmp_path: Path) -> 
         for at, line in enumerate(lines)
     ]
     (path := tmp_path / "turns.jsonl").write_text("\n".join(json.dumps(line) for line in written))
-    found = explained(path, "--capacity", "9")
-    (place,) = found["differing"]
+    report = explained(path, "--capacity", "9")
+    (place,) = report["differing"]
     assert (place["block"], place["requests"], place["in_session"]) == (1, 2, 1)
     done = kvoffload("explain", path, "--capacity", "9")
     assert "request 1 differs from 0; 1 differs from its own session" in " ".join(done.stdout.split())
@@ -249,16 +249,16 @@ def test_tiers_are_simulated_and_write_nothing(chat: str, tmp_path: Path) -> Non
 
 def test_evicted_blocks_name_the_slowest_tier(tmp_path: Path) -> None:
     path = blocks_one_by_one(tmp_path / "two.jsonl", *range(1, 9), 1)
-    behind = ("--capacity", "1", "--tier", "simulated:2", "--tier", "simulated:4")
-    found = explained(path, *behind, "--request", "8")
-    assert found["evicted"]["slowest"] == {"simulated 2": 1}
-    assert found["runs"][0]["slowest"] == "simulated 2"
-    words = " ".join(kvoffload("explain", path, *behind, "--quiet").stdout.split())
+    options = ("--capacity", "1", "--tier", "simulated:2", "--tier", "simulated:4")
+    report = explained(path, *options, "--request", "8")
+    assert report["evicted"]["slowest"] == {"simulated 2": 1}
+    assert report["runs"][0]["slowest"] == "simulated 2"
+    words = " ".join(kvoffload("explain", path, *options, "--quiet").stdout.split())
     assert "The slowest place that held them: simulated 2 1." in words
     assert "; also from simulated 2" in words
 
 
-def test_one_is_singular(tmp_path: Path) -> None:
+def test_a_single_miss_is_singular(tmp_path: Path) -> None:
     header = {"kvoffload_trace": 1, "block_tokens": 16, "source": "vllm"}
     line = {
         "timestamp": 0,
@@ -273,7 +273,7 @@ def test_one_is_singular(tmp_path: Path) -> None:
     assert "The server had fewer in 0 requests (0 tokens) and more in 1 request (16 tokens)." in words
 
 
-def test_equal_tokens_are_those_of_all_places_and_may_be_evicted(tmp_path: Path) -> None:
+def test_equal_tokens_are_counted_for_all_differences(tmp_path: Path) -> None:
     path = token_ids(tmp_path / "requests.jsonl")
     words = " ".join(kvoffload("explain", path, "--capacity", "9", "--top", "1", "--quiet").stdout.split())
     assert (
@@ -293,7 +293,7 @@ def test_options_of_a_comparison_with_a_server_belong_to_replay(chat: str) -> No
         refused(kvoffload("explain", chat, flag, "metrics.txt"), f"No such option '{flag}'")
 
 
-def test_options_that_the_recording_has_no_use_for_are_refused(chat: str, tmp_path: Path) -> None:
+def test_options_that_the_recording_does_not_support_are_refused(chat: str, tmp_path: Path) -> None:
     recording = token_ids(tmp_path / "requests.jsonl")
     done = kvoffload("explain", chat, "--tokenizer", tmp_path / "tokenizer.json", "--from", "kv_events")
     refused(done, "tokenizer.json' is invalid; TRACE has block ids", "from: 'kv_events' is invalid")
@@ -301,7 +301,7 @@ def test_options_that_the_recording_has_no_use_for_are_refused(chat: str, tmp_pa
     refused(done, "time-unit: 'ms' is invalid", "token ids or text")
 
 
-def test_bad_input_is_one_message(chat: str, tmp_path: Path) -> None:
+def test_invalid_input_is_one_message(chat: str, tmp_path: Path) -> None:
     wrong = ("--tier", "valkey://host/team", "--capacity", "many", "--report", tmp_path / "page.txt")
     refused(kvoffload("explain", chat, *wrong), "simulated:CAPACITY", "capacity: 'many'", "ends in .html")
     limited = f"disk:{tmp_path}:9,max_write_bytes_per_day=1GiB"

@@ -1,4 +1,4 @@
-"""``kvoffload policies``: everything is listed, also what somebody else broke."""
+"""``kvoffload policies``: built-in and third-party policies, including broken packages."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ KEYS = ["name", "summary", "good_for", "paper", "parameters", "kind", "default",
 def listed() -> list[dict[str, object]]:
     done = CliRunner().invoke(command, ["--format", "json"])
     assert done.exit_code == 0, done.output
-    found: list[dict[str, object]] = json.loads(done.stdout)
-    return found
+    entries: list[dict[str, object]] = json.loads(done.stdout)
+    return entries
 
 
 def test_every_policy_and_rule_is_described() -> None:
@@ -37,7 +37,7 @@ def test_every_policy_and_rule_is_described() -> None:
         assert entry["paper"] or entry["kind"] == "admission", entry
 
 
-def test_marks() -> None:
+def test_the_default_and_the_flagship_are_marked() -> None:
     entries = listed()
     for kind, default in (("policy", contract.DEFAULT_POLICY), ("admission", DEFAULT_ADMISSION)):
         marked = [entry["name"] for entry in entries if entry["kind"] == kind and entry["default"]]
@@ -45,7 +45,7 @@ def test_marks() -> None:
     assert [entry["name"] for entry in entries if entry["flagship"]] == [contract.FLAGSHIP]
 
 
-def test_the_table_says_the_same() -> None:
+def test_the_table_equals_the_json() -> None:
     done = CliRunner().invoke(command, env={"COLUMNS": "120"})
     assert done.exit_code == 0
     lines = done.stdout.splitlines()
@@ -61,14 +61,14 @@ def test_the_table_says_the_same() -> None:
     [("arc", ["FAST 2003", "chat under pressure"]), ("reuse", ["store_threshold=2 (a whole number"]),
      ("hazard", ["write_cost=None (", "the index is Gittins"])],
 )  # fmt: skip
-def test_one_policy_with_all_that_is_known(name: str, words: list[str]) -> None:
+def test_one_policy_in_detail(name: str, words: list[str]) -> None:
     done = CliRunner().invoke(command, [name], env={"COLUMNS": "200"})
     assert done.exit_code == 0
     for word in words:
         assert word in done.stdout
 
 
-def test_a_policy_that_is_not_there() -> None:
+def test_an_unknown_policy() -> None:
     done = CliRunner().invoke(command, ["lri"])
     assert isinstance(done.exception, ConfigError)
     assert "did you mean lru?" in str(done.exception)
@@ -98,20 +98,22 @@ def third_parties(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("third_parties")
 def test_policies_of_other_packages() -> None:
-    found = {entry["name"]: entry for entry in listed()}
-    assert found["a-told"]["summary"] == "Do as LRU does."
-    assert found["a-mine"]["summary"] == "", "a class that says nothing does not say what its parent says"
-    assert found["a-mine"]["good_for"] == "nothing else"
-    assert list(found["a-mine"]) == KEYS
+    entries = {entry["name"]: entry for entry in listed()}
+    assert entries["a-told"]["summary"] == "Do as LRU does."
+    assert entries["a-mine"]["summary"] == "", (
+        "a class without docstring does not inherit its parent's summary"
+    )
+    assert entries["a-mine"]["good_for"] == "nothing else"
+    assert list(entries["a-mine"]) == KEYS
 
 
 @pytest.mark.usefixtures("third_parties")
-def test_what_cannot_be_imported_is_listed_with_its_error() -> None:
-    found = {entry["name"]: entry for entry in listed()}
-    assert found["x-absent"]["error"] == "ModuleNotFoundError: No module named 'no_such_module'"
-    assert found["x-broken"]["error"] == "RuntimeError: two lines"
-    assert "subclass of EvictionPolicy" in str(found["x-other"]["error"])
-    assert list(found["x-absent"]) == [*KEYS, "error"]
+def test_failed_imports_are_listed_with_their_error() -> None:
+    entries = {entry["name"]: entry for entry in listed()}
+    assert entries["x-absent"]["error"] == "ModuleNotFoundError: No module named 'no_such_module'"
+    assert entries["x-broken"]["error"] == "RuntimeError: two lines"
+    assert "subclass of EvictionPolicy" in str(entries["x-other"]["error"])
+    assert list(entries["x-absent"]) == [*KEYS, "error"]
     done = CliRunner().invoke(command, env={"COLUMNS": "200"})
     assert done.exit_code == 0
     assert "cannot be imported: RuntimeError: two lines" in done.stdout

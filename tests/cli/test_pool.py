@@ -1,4 +1,4 @@
-"""`kvoffload pool`: what people see of the pools of a machine, and how one is removed."""
+"""`kvoffload pool`: list, inspect and remove the pools of a machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(*arguments: object) -> str:
 
 
 class Pool:
-    """A pool with 4 blocks, of which 3 were loaded."""
+    """A pool with 4 blocks; 3 blocks were loaded."""
 
     def __init__(self, root: Path) -> None:
         facts = {"model": "llama", "block_bytes": 4096}
@@ -69,7 +69,7 @@ def test_ls(pool: Pool, tmp_path: Path) -> None:
     assert report["problem"] == ""
 
 
-def test_counts_of_engines_that_have_left_stay(pool: Pool, tmp_path: Path) -> None:
+def test_counts_of_closed_engines_remain(pool: Pool, tmp_path: Path) -> None:
     pool.close()
     (report,) = json.loads(run("ls", "--root", tmp_path, "--format", "json"))
     assert (report["counts"]["loaded"], report["blocks"], report["pids"]) == (3, 4, [])
@@ -84,8 +84,8 @@ def test_ls_without_pools(tmp_path: Path) -> None:
 
 def test_inspect(pool: Pool, tmp_path: Path) -> None:
     text = run("inspect", pool.name, "--root", tmp_path)
-    for part in ("4 of 16", "3 blocks", f"process {os.getpid()}", "10 min after the last use", "llama"):
-        assert part in text
+    for word in ("4 of 16", "3 blocks", f"process {os.getpid()}", "10 min after the last use", "llama"):
+        assert word in text
     (listed,) = json.loads(run("ls", "--root", tmp_path, "--format", "json"))
     assert json.loads(run("inspect", pool.name, "--root", tmp_path, "--format", "json")) == listed
 

@@ -1,4 +1,4 @@
-"""``kvoffload simulate`` and ``kvoffload calibrate`` as users run them."""
+"""``kvoffload simulate`` and ``kvoffload calibrate``."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def test_the_title_has_the_load(chat: str) -> None:
     assert " requests, 2 times as dense" in kvoffload("simulate", chat, *ON_MACHINE, "--load", "2x").stdout
 
 
-def test_waits_in_an_endless_queue_are_no_numbers(chat: str) -> None:
-    """They were the length of the recording: ``TTFT p50 107 s -> 107 s``."""
+def test_waits_in_a_growing_queue_are_not_printed(chat: str) -> None:
+    """Regression: waits were the length of the recording: ``TTFT p50 107 s -> 107 s``."""
     shown = kvoffload("simulate", chat, *ON_MACHINE, "--load", "400x").stdout
     for name in ("TTFT, mean", "p50", "p90", "p99", "waiting, mean / p90"):
         (row,) = (line for line in shown.splitlines() if line.strip().startswith(f"{name}  "))
@@ -79,7 +79,7 @@ def test_a_mistake_is_one_line(chat: str, arguments: tuple[str, ...], words: str
 
 
 def a_file(tmp_path: Path, **fields: object) -> Path:
-    """Return a recording of 120 requests with 700 tokens, of which 188 are in no whole block."""
+    """Write a recording of 120 requests with 700 tokens each; 188 tokens are in no full block."""
     path = tmp_path / "kv.jsonl"
     lines = [
         {
@@ -122,8 +122,8 @@ def test_a_constant_session_gives_one_warning(
     path.write_text("\n".join(path.read_text().splitlines()[:requests]))
     done = kvoffload(*command.split(), path, *OPTIONS_OF[command])
     assert done.returncode == 0, done.stderr
-    said = "all 120 requests of kv name the same session: they count as one conversation."
-    assert done.stderr.count(f"{said} If the field is a constant, remove it") == warns
+    warning = "all 120 requests of kv name the same session: they count as one conversation."
+    assert done.stderr.count(f"{warning} If the field is a constant, remove it") == warns
     assert "26.9% of prompt tokens are in no whole block" in " ".join(done.stdout.split())
 
 

@@ -1,4 +1,4 @@
-"""`kvoffload tier`: what people see of a server, and the exit codes that scripts go by."""
+"""`kvoffload tier`: output for people, and exit codes for scripts."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
-def asked(command: str, url: str, *more: str, code: int = 0) -> Any:
-    done = kvoffload("tier", command, url, *more, "--format", "json")
+def asked(command: str, url: str, *options: str, code: int = 0) -> Any:
+    done = kvoffload("tier", command, url, *options, "--format", "json")
     assert done.returncode == code, done.stderr
     return json.loads(done.stdout)
 
 
 def one_line(done: Done) -> str:
-    """What a user's mistake looks like."""
+    """Return the one-line error of a command that failed by a user's mistake."""
     assert done.returncode == 2, done.stdout
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
     return line
 
 
-def test_a_server_that_is_well(server: Server) -> None:
+def test_a_healthy_server(server: Server) -> None:
     (report,) = asked("ping", f"{server.url}/ns?ttl=1h")
     assert report["warnings"] == report["refused"] == []
     assert report["version"].startswith("Valkey 9")
@@ -69,26 +69,26 @@ def test_a_server_that_is_well(server: Server) -> None:
         "The server can be a tier.",
     ):
         assert text in done.stdout
-    assert server.names() == [], "it leaves nothing behind"
+    assert server.names() == [], "no keys remain in the server"
 
 
-def test_settings_that_do_not_suit_blocks(tmp_path: Path) -> None:
+def test_unsuitable_settings_give_warnings(tmp_path: Path) -> None:
     options = ("--maxmemory-policy", "noeviction", "--appendonly", "yes", "--save", "60 1")
     with running(tmp_path, *options) as server:
         (report,) = asked("ping", f"{server.url}/ns")
         text = "\n".join(report["warnings"])
-        for said in (
+        for warning in (
             "maxmemory is 0",
             "noeviction",
             'save "60 1": after a crash',
             "appendonly yes: after a crash",
         ):
-            assert said in text
+            assert warning in text
         server.execute("CONFIG", "SET", "maxmemory-policy", "volatile-lfu")
         (report,) = asked("ping", f"{server.url}/ns")
-        said = str(report["warnings"])
-        assert "maxmemory-policy is volatile-lfu, which evicts only keys with a time to live" in said
-        assert "maxmemory-samples is 5: " in said
+        warning = str(report["warnings"])
+        assert "maxmemory-policy is volatile-lfu, which evicts only keys with a time to live" in warning
+        assert "maxmemory-samples is 5: " in warning
         server.execute("CONFIG", "SET", "maxmemory-policy", "allkeys-random")
         (report,) = asked("ping", f"{server.url}/ns")
         assert "maxmemory-policy is allkeys-random: it evicts halves of blocks" in str(report["warnings"])
@@ -102,7 +102,7 @@ def test_a_replica_is_no_tier(tmp_path: Path, server: Server) -> None:
         assert any(line.startswith("SET: READONLY") for line in report["refused"])
 
 
-def test_rights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_rights_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running(tmp_path) as server:
         rights = "on >hunter2 ~kvo1:team-a:* +get +set +exists +del"
         server.execute("ACL", "SETUSER", "a", *rights.split())
@@ -125,7 +125,7 @@ def test_rights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_what_cannot_be_asked_is_one_line(
+def test_an_unusable_server_is_a_one_line_error(
     tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for command in ("ping", "inspect", "bench"):
@@ -154,7 +154,7 @@ def test_what_cannot_be_asked_is_one_line(
     assert "block-bytes: '0' is invalid; allowed: bytes, or a size" in line
 
 
-def test_what_is_in_a_namespace(server: Server) -> None:
+def test_inspect_counts_the_blocks_of_a_namespace(server: Server) -> None:
     url = f"{server.url}/ns"
     texts = [json.dumps({"vllm": "0.32.0", "model.hf_config.rope_theta": theta}) for theta in (1e4, 1e6)]
     client, other = Client(server, ttl=3600.0, fingerprint=texts[0]), Client(server, fingerprint=texts[1])
@@ -166,12 +166,12 @@ def test_what_is_in_a_namespace(server: Server) -> None:
     other.write(1, 2, 3)
     report = asked("inspect", url)
     assert report["looked_at"] == report["num_names"] == 6 + 2 * (2 + 30 + 3 + 3), "three epochs"
-    mine, others = report["producers"]
-    assert mine["producer"] == client.tier.peer.keyspace.producer.hex()
-    assert (mine["in_epoch"], mine["older"], mine["block_bytes"]) == (30, 2, 24 * 1024)
-    assert (others["in_epoch"], others["older"]) == (3, 0)
+    first, second = report["producers"]
+    assert first["producer"] == client.tier.peer.keyspace.producer.hex()
+    assert (first["in_epoch"], first["older"], first["block_bytes"]) == (30, 2, 24 * 1024)
+    assert (second["in_epoch"], second["older"]) == (3, 0)
     done = kvoffload("tier", "inspect", url)
-    assert [mine["about"], others["about"]] == texts
+    assert [first["about"], second["about"]] == texts
     for text in ("ns: 82 of 82 keys read", "30, 24 KiB each", client.tier.peer.keyspace.producer.hex()):
         assert text in done.stdout
     assert "rope_theta: 10000 / 1000000" in done.stdout
@@ -184,7 +184,7 @@ def test_what_is_in_a_namespace(server: Server) -> None:
     assert kvoffload("tier", "inspect", f"{server.url}/nothing").returncode == 0
 
 
-def test_a_look_is_bounded(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspect_is_bounded(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     server.execute("EVAL", "for i = 1, 5000 do redis.call('SET', 'kvo1:ns:x:0:' .. i, '') end", "0")
     monkeypatch.setattr("kvoffload.tiers.valkey.inspection.MOST_NAMES", 2000)
     report = asked("inspect", f"{server.url}/ns")
@@ -195,7 +195,9 @@ def test_a_look_is_bounded(server: Server, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.slow
 def test_a_cluster_node_by_node(cluster: Cluster) -> None:
     reports = asked("ping", f"{cluster.url}/ns?ttl=1h")
-    assert {report["address"] for report in reports} == {f"127.0.0.1:{one.port}" for one in cluster.masters}
+    assert {report["address"] for report in reports} == {
+        f"127.0.0.1:{master.port}" for master in cluster.masters
+    }
     for report in reports:
         assert report["refused"] == []
         assert report["num_replicas"] == 1
@@ -205,7 +207,7 @@ def test_a_cluster_node_by_node(cluster: Cluster) -> None:
     report = asked("inspect", f"{cluster.url}/ns")
     (producer,) = report["producers"]
     assert producer["in_epoch"] == 60
-    assert report["num_names"] == 2 * 60 + 256 + len(cluster.masters), "a producer's text on each node"
+    assert report["num_names"] == 2 * 60 + 256 + len(cluster.masters), "each node has the producer's text"
     assert producer["about"] == "model"
     client.tier.close()
     cluster.servers[3].stop()
@@ -224,8 +226,8 @@ def test_bench(kind: str, request: pytest.FixtureRequest) -> None:
     place = request.getfixturevalue(kind)
     url = f"{place.url}/bench"
     report = asked("bench", url, "--rounds", "2", "--block-bytes", "4KiB,64KiB")
-    assert [one["block_bytes"] for one in report["speeds"]] == [4096, 65536]
-    assert all(one["num_wrong"] == 0 and one["get_bytes_per_s"] > 0 for one in report["speeds"])
+    assert [speed["block_bytes"] for speed in report["speeds"]] == [4096, 65536]
+    assert all(speed["num_wrong"] == 0 and speed["get_bytes_per_s"] > 0 for speed in report["speeds"])
     assert report["verdict"] is None
     model = ("--bytes-per-token", "4KiB", "--rounds", "1", "--prefill-tokens-per-s")
     verdict = asked("bench", url, *model, "0.001")["verdict"]
@@ -236,7 +238,7 @@ def test_bench(kind: str, request: pytest.FixtureRequest) -> None:
 
 
 def test_the_verdict_is_arithmetic() -> None:
-    """1 ms to ask, 1 ms until the first byte, 1 GB/s: against 0.5 GB/s they are made up for after 2 MB."""
+    """A probe of 1 ms, a latency of 1 ms and 1 GB/s: against 0.5 GB/s the break-even is 2 MB."""
     speeds = Speeds(
         block_bytes=1_000_000,
         num_blocks=1,

@@ -1,4 +1,4 @@
-"""``kvoffload top``: rates of a server's engines, and what it says when there are none."""
+"""``kvoffload top``: rates of a server's engines, and messages without metrics."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PATIENCE_S = 60.0
 
 
 def metrics(step: float, engine: str = "0", *, tier: str = "nvme", circuits: int = 0) -> str:
-    """Return a scrape of an engine after some steps: ten lookups each, of which six hit, two in the tier."""
+    """Return a scrape after some steps. A step has ten lookups with six hits, two of them in the tier."""
     labels = f'engine="{engine}",model_name="m"'
     values = {
         "vllm:request_success_total": (f'{labels},finished_reason="stop"', 2 * step),
@@ -53,7 +53,7 @@ def metrics(step: float, engine: str = "0", *, tier: str = "nvme", circuits: int
     values |= {
         f"vllm:kvoffload_tier_{name}": (f'{labels},tier="{tier}"', value) for name, value in tiers.items()
     }
-    return "".join(f"# HELP x y\n{name}{{{more}}} {value}\n" for name, (more, value) in values.items())
+    return "".join(f"# HELP x y\n{name}{{{series}}} {value}\n" for name, (series, value) in values.items())
 
 
 def between(before: str, after: str, seconds: float = 2.0) -> list[EngineRates]:
@@ -94,7 +94,7 @@ def test_tenants_have_rates() -> None:
     assert engine.stored == 20
 
 
-def test_engines_of_a_server_are_told_apart() -> None:
+def test_engines_of_a_server_are_separate() -> None:
     first, second = between(metrics(1) + metrics(1, "1"), metrics(2) + metrics(4, "1"), 1.0)
     assert (first.engine, first.lookups, second.engine, second.lookups) == ("m 0", 10, "m 1", 30)
 
@@ -107,10 +107,10 @@ def test_without_lookups_there_is_no_ratio() -> None:
 def test_a_restarted_server_counts_from_zero() -> None:
     (engine,) = between(metrics(100), metrics(4))
     assert engine.is_restarted
-    assert engine.lookups == 20, "of the new life only"
+    assert engine.lookups == 20, "only lookups after the restart"
 
 
-def test_a_gauge_that_falls_is_no_restart() -> None:
+def test_a_falling_gauge_is_no_restart() -> None:
     after = metrics(2).replace(
         'ready_blocks{engine="0",model_name="m"} 50', 'ready_blocks{engine="0",model_name="m"} 3'
     )
@@ -119,8 +119,8 @@ def test_a_gauge_that_falls_is_no_restart() -> None:
     assert (engine.is_restarted, engine.ready) == (False, 3)
 
 
-def test_an_engine_that_comes_has_no_rates_in_its_first_interval() -> None:
-    """Its counters are of its whole life, or the scrape before was incomplete."""
+def test_a_new_engine_has_no_rates_in_its_first_interval() -> None:
+    """The first counters cover the engine's whole life, or the scrape before was incomplete."""
     first, second = between(metrics(1), metrics(2) + metrics(2, "1"), 1.0)
     assert (first.lookups, second.lookups, second.hits, second.ram_hits, second.hit_ratio) == (
         10, None, None, None, None)  # fmt: skip
@@ -129,7 +129,7 @@ def test_an_engine_that_comes_has_no_rates_in_its_first_interval() -> None:
     assert second.ready == 50
 
 
-def test_a_series_that_comes_has_no_rate_and_makes_no_ratio() -> None:
+def test_a_new_series_has_no_rate_and_no_ratio() -> None:
     before = "".join(line for line in metrics(100).splitlines(True) if "hit_blocks_total" not in line)
     (engine,) = between(before, metrics(101))
     assert (engine.lookups, engine.hits, engine.ram_hits, engine.hit_ratio) == (5, None, None, None)
@@ -144,7 +144,7 @@ def test_a_ratio_is_at_most_1() -> None:
 
 
 @pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "1e308"])
-def test_numbers_that_are_not_finite_are_unknown(serve: Callable[..., str], value: str) -> None:
+def test_infinite_values_are_unknown(serve: Callable[..., str], value: str) -> None:
     names = ("hit_blocks_total", "hits_total", "load_bytes_total", "bytes_read_total", "ready",
              "ready_blocks", "capacity", "in_flight")  # fmt: skip
     text = "".join(
@@ -159,7 +159,7 @@ def test_numbers_that_are_not_finite_are_unknown(serve: Callable[..., str], valu
         assert row.split() == ["nvme", "-", "-", "0", "B", "-", "ok", "-"]
 
 
-def test_the_librarys_collector_is_read_too() -> None:
+def test_metrics_of_the_librarys_collector_are_read() -> None:
     text = 'kvoffload_hit_blocks_total{manager="chat"} 8\nkvoffload_lookup_blocks_total{manager="chat"} 16\n'
     before = re.sub(r"\d+$", "0", text, flags=re.MULTILINE)
     (engine,) = between(before, text, 1.0)
@@ -177,15 +177,15 @@ def test_metrics_of_the_canary_are_not_an_engine() -> None:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., str]]:
-    """Serve texts one after the other, the last one again and again; return the address."""
+    """Serve texts one after the other, and then the last text repeatedly; returns the address."""
     servers = []
 
     def start(*texts: str, status: int = 200) -> str:
-        left = list(texts)
+        remaining = list(texts)
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                content = (left.pop(0) if len(left) > 1 else left[0]).encode()
+                content = (remaining.pop(0) if len(remaining) > 1 else remaining[0]).encode()
                 self.send_response(status if self.path == "/metrics" else 404)
                 self.end_headers()
                 self.wfile.write(content)
@@ -253,8 +253,8 @@ def test_tiers_of_several_engines_are_under_their_engine(serve: Callable[..., st
 
 
 @pytest.mark.parametrize("form", [(), ("--format", "json")])
-def test_a_failed_scrape_ends_no_pipe(serve: Callable[..., str], form: tuple[str, ...]) -> None:
-    """The error goes to stderr, and the next interval to stdout."""
+def test_a_failed_scrape_does_not_end_piped_output(serve: Callable[..., str], form: tuple[str, ...]) -> None:
+    """The error is printed to stderr, and the next interval to stdout."""
     address = serve(metrics(1), "gone", metrics(2))
     process = subprocess.Popen(
         [sys.executable, "-c", "from kvoffload.cli.main import main; main()",
@@ -310,7 +310,7 @@ def test_no_server_is_one_message() -> None:
     assert "no answer (Connection refused)" in done.stderr
 
 
-def test_a_server_that_dies_in_between_is_one_message(serve: Callable[..., str]) -> None:
+def test_a_server_that_dies_between_scrapes_is_one_message(serve: Callable[..., str]) -> None:
     done = kvoffload("top", serve(metrics(1), "gone"), *ONCE)
     assert done.returncode == 2
     assert "not in the Prometheus text format" in done.stderr
@@ -328,7 +328,7 @@ def test_wrong_options_are_refused(arguments: tuple[str, ...], field: str) -> No
 
 
 @pytest.mark.parametrize("address", ["{}", "http://{}", "http://{}/", "http://{}/v1", "http://{}/metrics"])
-def test_addresses_of_a_server_are_completed(serve: Callable[..., str], address: str) -> None:
+def test_incomplete_addresses_are_completed(serve: Callable[..., str], address: str) -> None:
     done = kvoffload("top", address.format(serve(metrics(1))), *ONCE, "--format", "json")
     assert done.returncode == 0, done.stderr
 
@@ -336,7 +336,7 @@ def test_addresses_of_a_server_are_completed(serve: Callable[..., str], address:
 @pytest.mark.slow
 @pytest.mark.parametrize(("leave", "code"), [("q", 0), ("ctrl-c", 130)])
 def test_the_live_view_ends_cleanly(serve: Callable[..., str], tmp_path: Path, leave: str, code: int) -> None:
-    """In a terminal of its own, of 80 columns; a server that fails in between is shown, and asked again."""
+    """Runs in a separate terminal of 80 columns. A failed scrape is shown, and repeated."""
     address = serve(metrics(1), metrics(2), "gone", metrics(3))
     main, terminal = pty.openpty()
     settings = termios.tcgetattr(terminal)
@@ -363,7 +363,7 @@ def test_the_live_view_ends_cleanly(serve: Callable[..., str], tmp_path: Path, l
             if select.select([main], [], [], 0.1)[0]:
                 shown += os.read(main, 65536)
         assert process.returncode == code
-        assert termios.tcgetattr(terminal) == settings, "the terminal is as it was"
+        assert termios.tcgetattr(terminal) == settings, "the terminal's settings are restored"
     finally:
         process.kill()
         process.wait()
@@ -383,7 +383,7 @@ def test_an_interrupt_in_a_finalizer_is_not_lost(monkeypatch: pytest.MonkeyPatch
         num_scrapes += 1
         assert num_scrapes == 1
         response = Response()
-        del response  # the interrupt is raised here, and Python ignores it
+        del response  # raises the interrupt, which Python ignores here
         return read(samples(metrics(2)), 1.0)
 
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)

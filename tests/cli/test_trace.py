@@ -1,4 +1,4 @@
-"""``kvoffload trace``, and the names that it takes for a trace."""
+"""``kvoffload trace``, and names of traces."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
     error = invoke("generate", "rag", "--sessions", "3", "--output", str(path), "--force").exception
     assert str(error).endswith("the file cannot be written (No space left on device)")
     assert path.read_text() == "precious"
-    assert [found.name for found in tmp_path.iterdir()] == ["precious.jsonl"]
+    assert [file.name for file in tmp_path.iterdir()] == ["precious.jsonl"]
 
 
 def test_a_device_is_written_and_not_replaced(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_device_is_written_and_not_replaced(tmp_path: Path) -> None:
     assert load_trace(link).requests >= 3
 
 
-def test_a_place_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
+def test_an_unwritable_path_is_one_error(tmp_path: Path) -> None:
     error = invoke(
         "generate", "rag", "--sessions", "1", "--output", str(tmp_path / "no" / "x.jsonl")
     ).exception
@@ -93,21 +93,21 @@ def test_a_place_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
 def test_info_as_json() -> None:
     result = invoke("info", "chat", "--format", "json")
     assert result.exit_code == 0, result.output
-    found = json.loads(result.output)
-    assert found["trace"] == "chat"
-    assert found["block_refs"] == 48_494
-    assert list(found["reuse_time_s"]) == ["p10", "p25", "p50", "p75", "p90", "p99"]
-    assert [row["capacity_percent"] for row in found["optimum"]] == [1, 2, 5, 10, 20, None]
-    assert found["optimum"][-1]["prefix_hit_blocks"] == 48_494 - found["unique_blocks"]
-    for row in found["optimum"]:
+    info = json.loads(result.output)
+    assert info["trace"] == "chat"
+    assert info["block_refs"] == 48_494
+    assert list(info["reuse_time_s"]) == ["p10", "p25", "p50", "p75", "p90", "p99"]
+    assert [row["capacity_percent"] for row in info["optimum"]] == [1, 2, 5, 10, 20, None]
+    assert info["optimum"][-1]["prefix_hit_blocks"] == 48_494 - info["unique_blocks"]
+    for row in info["optimum"]:
         assert 0 < row["lru_prefix_hit_ratio"] <= row["prefix_hit_ratio"]
-    assert found["optimum"][2]["lru_prefix_hit_ratio"] == pytest.approx(0.1336, abs=0.0001)
-    assert found["ceiling"] == found["optimum"][-1]["prefix_hit_ratio"]
-    assert sum(period["new_blocks"] for period in found["working_set"]) == found["unique_blocks"]
-    assert next(iter(found["resembles"].items())) == ("chat", 1.0)
+    assert info["optimum"][2]["lru_prefix_hit_ratio"] == pytest.approx(0.1336, abs=0.0001)
+    assert info["ceiling"] == info["optimum"][-1]["prefix_hit_ratio"]
+    assert sum(period["new_blocks"] for period in info["working_set"]) == info["unique_blocks"]
+    assert next(iter(info["resembles"].items())) == ("chat", 1.0)
 
 
-def test_info_for_people(tmp_path: Path) -> None:
+def test_info_as_text(tmp_path: Path) -> None:
     path = tmp_path / "two.jsonl"
     request = '{"timestamp": 0, "input_length": 1024, "output_length": 5, "hash_ids": [1, 2]}\n'
     path.write_text(request * 2 + "bad\n")
@@ -120,7 +120,7 @@ def test_info_for_people(tmp_path: Path) -> None:
     assert "0.5000" in output
 
 
-def test_what_is_neither_file_nor_built_in() -> None:
+def test_an_unknown_trace_is_refused() -> None:
     with pytest.raises(ConfigError) as error:
         load_trace("no-such-trace")
     assert (
@@ -134,7 +134,7 @@ def test_what_is_neither_file_nor_built_in() -> None:
         load_trace(__file__, block_tokens=0)
 
 
-def test_a_built_in_trace_is_cut_into_blocks_of_the_asked_size() -> None:
+def test_a_built_in_trace_has_the_requested_block_size() -> None:
     assert load_trace("rag", block_tokens=256).block_refs == pytest.approx(
         2 * load_trace("rag").block_refs, rel=0.1
     )

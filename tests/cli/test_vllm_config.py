@@ -1,4 +1,4 @@
-"""``kvoffload vllm-config``: what it prints is what vLLM takes."""
+"""``kvoffload vllm-config``: the printed option is valid for vLLM's plug-in."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def printed(*arguments: str) -> dict[str, Any]:
     assert done.exit_code == 0, done.output
     flag, value = shlex.split(done.stdout)
     assert flag == "--kv-transfer-config"
-    found: dict[str, Any] = json.loads(value)
+    config: dict[str, Any] = json.loads(value)
     as_json = CliRunner().invoke(vllm_config, [*arguments, "--format", "json"])
-    assert json.loads(as_json.stdout) == found
-    return found
+    assert json.loads(as_json.stdout) == config
+    return config
 
 
-def test_the_shortest() -> None:
+def test_the_shortest_command() -> None:
     assert printed("--ram", "64GiB") == {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
@@ -45,7 +45,7 @@ def test_the_shortest() -> None:
     }
 
 
-def test_everything() -> None:
+def test_all_options_together() -> None:
     given = "--ram 1GiB --policy hazard --admission reuse:2 --store on-compute --verify always"
     flag = printed(*given.split(), "--all-tokens", "--blocks-per-chunk", "3", "--connector")
     assert (flag["kv_connector"], flag["kv_connector_module_path"]) == (
@@ -70,14 +70,14 @@ def test_limits_of_waits_and_recordings() -> None:
 
 
 def test_every_option_of_the_page_has_a_flag() -> None:
-    """All that docs/vllm.md tells its reader to set, but for what it says belongs into the flag of vLLM."""
+    """Each option in the table of docs/vllm.md has a flag of the command."""
     page = (Path(__file__).resolve().parents[2] / "docs/vllm.md").read_text()
     (table,) = re.findall(r"^\| ours \|.*\n\|-.*\n((?:\|.*\n)+)", page, re.M)
-    ours = re.findall(r"^\| `(\w+)` \|", table, re.M)
-    assert set(ours) >= {"ram", "tiers", "tier_deadline_s", "record_max_bytes"}
+    options = re.findall(r"^\| `(\w+)` \|", table, re.M)
+    assert set(options) >= {"ram", "tiers", "tier_deadline_s", "record_max_bytes"}
     flags = {flag for option in vllm_config.params for flag in option.opts}
     names = {"prompt_only": "all_tokens"}
-    assert {f"--{names.get(name, name).replace('_', '-')}" for name in ours} <= flags
+    assert {f"--{names.get(name, name).replace('_', '-')}" for name in options} <= flags
 
 
 def test_an_audit() -> None:
@@ -90,7 +90,7 @@ def test_an_audit() -> None:
     assert "--audit share: '2' is invalid; allowed: a number from 0.0 to 1.0" in done.stderr
 
 
-def test_storing_on_device_eviction_brings_its_connector() -> None:
+def test_storing_on_device_eviction_selects_our_connector() -> None:
     flag = printed("--ram", "1GiB", "--store", "on-device-eviction")
     assert flag["kv_connector"] == "KVOffloadConnector"
     assert flag["kv_connector_extra_config"]["store"] == "on-device-eviction"
@@ -124,7 +124,7 @@ def test_a_path_with_a_quote_survives_the_shell() -> None:
         (["--what-if", "[" * 100_000], "--what-if: '[["),
     ],
 )
-def test_what_is_wrong_is_not_printed(bad: list[str], reason: str) -> None:
+def test_invalid_options_print_no_configuration(bad: list[str], reason: str) -> None:
     done = CliRunner().invoke(vllm_config, ["--ram", "1GiB", *bad])
     assert isinstance(done.exception, ConfigError)
     assert reason in str(done.exception)
@@ -226,7 +226,7 @@ def test_a_misspelt_variable_is_refused(name: str, meant: str, monkeypatch: pyte
     ],
 )
 def test_sizes_with_a_wrong_unit_give_a_warning(sizes: tuple[str, ...], warning: str | None) -> None:
-    """999 TiB of RAM, and 1 MiB of disk behind 1 GiB of RAM, were accepted without a word."""
+    """Regression: 999 TiB of RAM, and 1 MiB of disk behind 1 GiB of RAM, gave no warning."""
     ram, *tiers = sizes
     done = CliRunner().invoke(
         vllm_config, ["--ram", ram, *(word for tier in tiers for word in ("--tier", tier))]

@@ -1,4 +1,4 @@
-"""Confidence intervals: by hand, against a plain twin, and as often right as they say."""
+"""Confidence intervals: by hand, against a plain twin, and their coverage."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def test_windows_are_equal_runs_and_lose_nothing() -> None:
 
 @pytest.mark.parametrize(("confidence", "ends"), [(0.95, (0.0, 1.0)), (0.2, (0.75, 0.75))])
 def test_two_windows_by_hand(confidence: float, ends: tuple[float, float]) -> None:
-    """Window A hits 0 of 1, B hits 3 of 3: the draws AA, AB, BA and BB have the ratios 0, 3/4, 3/4 and 1."""
+    """Window A hits 0 of 1, B 3 of 3: the draws AA, AB, BA and BB have the ratios 0, 3/4, 3/4 and 1."""
     draws = Resamples(np.array([1, 3]), fewest_windows=2, confidence=confidence)
     interval = draws.ratio(np.array([0, 3]))
     assert interval is not None
     assert interval[:2] == ends
 
 
-def test_as_the_plain_twin_says() -> None:
+def test_equals_the_plain_twin() -> None:
     generator = np.random.default_rng(1)
     refs = generator.integers(1, 100, 12)
     hits = generator.integers(0, refs)
@@ -46,13 +46,13 @@ def test_draws_are_even_and_differ_with_the_seed() -> None:
     assert (drawn != whole_numbers(100_000, 10, seed=1)).mean() > 0.85
 
 
-def test_equal_everywhere() -> None:
-    """The draws change with no library: the first outputs of splitmix64 from seed 0, as published."""
+def test_draws_do_not_depend_on_a_library() -> None:
+    """The draws begin with the published outputs of splitmix64 for seed 0."""
     published = (0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC)
     assert whole_numbers(4, 32, seed=0).tolist() == [number >> 59 for number in published]
 
 
-def test_nothing_varies_nothing_is_uncertain() -> None:
+def test_constant_hits_have_an_empty_interval() -> None:
     refs = np.arange(1, 33)
     interval = Resamples(refs).ratio(refs)
     assert interval == (1.0, 1.0, 0.0)
@@ -65,15 +65,15 @@ def test_a_run_does_not_differ_from_itself() -> None:
     assert Resamples(refs).difference(hits, hits.copy()) == (0.0, 0.0, 0.0)
 
 
-def test_too_few_windows_say_nothing() -> None:
+def test_too_few_windows_have_no_interval() -> None:
     refs = np.full(FEWEST_WINDOWS - 1, 5)
     assert Resamples(refs).ratio(refs) is None
     assert Resamples(np.zeros(20, np.int64)).ratio(np.zeros(20, np.int64)) is None, "no references at all"
     sparse = np.array([0] * 19 + [7])
-    assert Resamples(sparse).ratio(sparse) == (1.0, 1.0, 0.0), "draws of empty windows only do not count"
+    assert Resamples(sparse).ratio(sparse) == (1.0, 1.0, 0.0), "draws with only empty windows are ignored"
 
 
-def test_mistakes() -> None:
+def test_invalid_arguments_are_refused() -> None:
     for resamples in (0, 10**12, 2.5):
         with pytest.raises(ConfigError, match=f"resamples: {resamples} is invalid; allowed: 1 to 1000000"):
             Resamples(np.ones(20, np.int64), resamples=resamples)  # type: ignore[arg-type]
@@ -84,7 +84,7 @@ def test_mistakes() -> None:
 
 
 def _bursty(traces: int, requests: int, generator: np.random.Generator) -> np.ndarray:
-    """Hits of requests of 10 blocks. The state, good or bad, lasts 25 requests on average; the mean is 4."""
+    """Draw hits of requests of 10 blocks, 4 on average; good and bad states last 25 requests on average."""
     changes = generator.random((traces, requests)) < 1 / 25
     changes[:, 0] = generator.random(traces) < 0.5
     good = np.cumsum(changes, axis=1) % 2 == 1
@@ -92,44 +92,44 @@ def _bursty(traces: int, requests: int, generator: np.random.Generator) -> np.nd
     return hits.astype(np.int32)
 
 
-def test_intervals_are_right_as_often_as_they_say() -> None:
-    """95 of 100, where one that takes requests for independent is right in about half of the cases."""
+def test_intervals_have_the_nominal_coverage() -> None:
+    """Coverage is 95 %; with requests assumed independent it is about 50 %."""
     traces, requests = 400, 6400
     hits = _bursty(traces, requests, np.random.default_rng(3))
     refs = window_sums(np.full(requests, 10))
     draws = Resamples(refs)
     covered = naive = 0
-    for one in hits:
-        interval = draws.ratio(window_sums(one))
+    for request_hits in hits:
+        interval = draws.ratio(window_sums(request_hits))
         assert interval is not None
         covered += interval.low <= 0.4 <= interval.high
-        margin = 1.96 * one.std() / requests**0.5
-        naive += abs(one.mean() - 4) <= margin
+        margin = 1.96 * request_hits.std() / requests**0.5
+        naive += abs(request_hits.mean() - 4) <= margin
     assert 0.91 <= covered / traces <= 0.98, covered / traces
     assert naive / traces < 0.6, naive / traces
 
 
-def test_a_paired_difference_does_not_see_what_both_runs_share() -> None:
+def test_a_paired_difference_excludes_the_common_variation() -> None:
     traces, requests = 400, 6400
     generator = np.random.default_rng(4)
     shared = _bursty(traces, requests, generator)
     better = generator.binomial(1, 0.05, shared.shape)  # 0.005 of the references
     draws = Resamples(window_sums(np.full(requests, 10)))
-    covered = seen = seen_unpaired = 0
-    for one, more in zip(shared, better, strict=True):
-        base, other = window_sums(one), window_sums(one + more)
+    covered = detected = detected_unpaired = 0
+    for base_hits, gain in zip(shared, better, strict=True):
+        base, other = window_sums(base_hits), window_sums(base_hits + gain)
         interval, alone = draws.difference(other, base), draws.ratio(base)
         assert interval is not None
         assert alone is not None
         covered += interval.low <= 0.005 <= interval.high
-        seen += interval.low > 0
-        seen_unpaired += other.sum() / (10 * requests) > alone.high
+        detected += interval.low > 0
+        detected_unpaired += other.sum() / (10 * requests) > alone.high
     assert 0.91 <= covered / traces <= 0.98, covered / traces
-    assert seen == traces
-    assert seen_unpaired < 0.2 * traces
+    assert detected == traces
+    assert detected_unpaired < 0.2 * traces
 
 
-def test_windows_that_depend_on_each_other_are_told() -> None:
+def test_dependent_windows_are_reported() -> None:
     generator = np.random.default_rng(5)
     refs = np.full(6400, 10)
     draws = Resamples(window_sums(refs))

@@ -1,4 +1,4 @@
-"""Sizes at which a configuration has fewer hits than with less RAM are named."""
+"""Reports of sizes at which a configuration has fewer hits than with less RAM."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_sizes_are_compared_in_order_and_only_within_a_configuration() -> None:
         f"Less with more RAM: hazard from 30.0% at 2 GiB to 20.0% at 3 GiB. {_ADVICE}"
     ]
     same_size = [Measured("a", "a", 1, "1 GiB", share) for share in (0.3, 0.2)]
-    assert less_with_more(same_size) == [], "two prices of one size"
+    assert less_with_more(same_size) == [], "two prices of the same size"
 
 
 def test_the_largest_losses_are_named_and_others_counted() -> None:
@@ -49,16 +49,16 @@ def test_the_largest_losses_are_named_and_others_counted() -> None:
 
 def test_a_sweep_and_its_page_name_the_sizes(tmp_path: Path) -> None:
     trace = written(tmp_path / "belady.jsonl", [(block,) for block in _BELADY])
-    more = ("--policies", "fifo,lru", "--admissions", "all", "--jobs", "1", "--quiet")
+    options = ("--policies", "fifo,lru", "--admissions", "all", "--jobs", "1", "--quiet")
     page = tmp_path / "page.html"
     if importlib.util.find_spec("plotly") is not None:
-        more += ("--report", str(page))
-    done = kvoffload("sweep", trace, "--capacities", "2,3,4,5", *more)
+        options += ("--report", str(page))
+    done = kvoffload("sweep", trace, "--capacities", "2,3,4,5", *options)
     assert done.returncode == 0, done.stderr
     sentence = f"Less with more RAM: fifo from 25.0% at 3 to 16.7% at 4. {_ADVICE}"
     assert sentence in " ".join(done.stdout.split())
     assert not page.exists() or sentence in page.read_text().replace("\u00a0", " ")
-    assert "Less with" not in kvoffload("sweep", trace, "--capacities", "4,5", *more[:6]).stdout
+    assert "Less with" not in kvoffload("sweep", trace, "--capacities", "4,5", *options[:6]).stdout
 
 
 def test_a_plan_names_the_sizes(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Sweeps: the right rows, the same rows however they were made, and what is kept when they end early."""
+"""Sweeps: rows equal to replays, independence of jobs and formats, the journal, the command, and clusters."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def rag(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
-    """The tasks that are done in this process."""
+    """Record the tasks of this process."""
     done: list[Task] = []
 
     def counted(task: Task) -> Measurement | Failure:
@@ -78,11 +78,11 @@ def rows_by_place(rows: list[Row]) -> dict[tuple[str, str, str, str], Row]:
     return {(row.policy, row.admission, row.capacity, row.device): row for row in rows}
 
 
-# ---- what is in the rows
+# ---- rows
 
 
 @pytest.mark.slow
-def test_rows_say_what_replays_say(chat: str) -> None:
+def test_rows_equal_replays(chat: str) -> None:
     rows = Sweep([chat], SMALL, work=Work(jobs=1)).run().rows
     trace = load_trace(chat)
     refs = window_sums(np.diff(trace.offsets))
@@ -140,7 +140,7 @@ def test_the_order_and_the_sizes(chat: str) -> None:
     assert sizes["0.5x", "10%"] == (tenth // 2, tenth)
 
 
-def test_hits_of_each_request_sum_up(chat: str) -> None:
+def test_hits_of_requests_add_up(chat: str) -> None:
     trace = load_trace(chat)
     run = Replay(trace, ReplayConfig(300, device_blocks=50))
     report = run.run()
@@ -149,7 +149,7 @@ def test_hits_of_each_request_sum_up(chat: str) -> None:
     assert (run.hits_per_request <= np.diff(trace.offsets)).all()
 
 
-def test_a_mode_that_needs_a_device_is_left_out_without_one(chat: str) -> None:
+def test_a_mode_that_needs_a_device_is_omitted_without_device(chat: str) -> None:
     axes = Grid(("lru", "arc"), devices=("0", "4"), stores=("on-compute", "on-device-eviction"))
     result = Sweep([chat], axes, work=Work(jobs=1)).run()
     assert result.left_out == {"on-device-eviction needs a device cache": 2}
@@ -158,15 +158,13 @@ def test_a_mode_that_needs_a_device_is_left_out_without_one(chat: str) -> None:
     }  # fmt: skip
     points, _ = axes.points(0, 1000)
     for place, number in baselines_of(points).items():
-        found = points[number]
-        assert (found.config.policy, found.config.store, found.tiers) == ("lru", *place[-2:])
+        point = points[number]
+        assert (point.config.policy, point.config.store, point.tiers) == ("lru", *place[-2:])
     with pytest.raises(ConfigError, match="on-device-eviction needs a device cache"):
         Sweep([chat], Grid(("lru",), stores=("on-device-eviction",)), work=Work(jobs=1)).run()
 
 
-def test_a_rule_and_a_policy_that_do_not_go_together_are_left_out(
-    chat: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_incompatible_rules_and_policies_are_omitted(chat: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reason = ConfigError("admission", "reuse:2", "not with arc")
     together = {("arc", "reuse:2"): reason}
     monkeypatch.setattr(grid, "incompatible", lambda policy, admission: together.get((policy, admission)))
@@ -187,7 +185,7 @@ def test_without_lru_there_is_no_baseline(chat: str) -> None:
     assert row.among_best
 
 
-def test_the_baseline_has_the_first_rule_if_all_is_not_there(chat: str) -> None:
+def test_without_admission_all_the_baseline_has_the_first_rule(chat: str) -> None:
     rows = Sweep([chat], Grid(("arc", "lru"), ("reuse:3", "reuse:2")), work=Work(jobs=1)).run().rows
     assert {row.baseline for row in rows} == {"lru, reuse:3"}
 
@@ -199,15 +197,15 @@ def test_a_tiny_trace_has_no_intervals(tmp_path: Path) -> None:
     rows = Sweep([str(path)], Grid(("lru", "arc"), capacities=("2", "1")), work=Work(jobs=1)).run().rows
     assert [row.prefix_hit_ratio for row in rows] == [4 / 6, 4 / 6, 2 / 6, 2 / 6]
     assert all(row.ci_low is row.diff_low is None for row in rows)
-    assert all(row.among_best for row in rows), "equals are equal"
+    assert all(row.among_best for row in rows), "equal rows are equally good"
     assert all(row.gap_closed is None for row in rows), "there is no gap to close"
 
 
-# ---- the same rows however they were made
+# ---- jobs, formats and seeds
 
 
 @pytest.mark.slow
-def test_the_same_bytes_whatever_the_number_of_jobs(chat: str, rag: str, tmp_path: Path) -> None:
+def test_output_does_not_depend_on_the_number_of_jobs(chat: str, rag: str, tmp_path: Path) -> None:
     pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     for jobs in (1, 2):
         output = tmp_path / f"{jobs}.csv"
@@ -219,7 +217,7 @@ def test_the_same_bytes_whatever_the_number_of_jobs(chat: str, rag: str, tmp_pat
         assert (tmp_path / f"1.{suffix}").read_bytes() == (tmp_path / f"2.{suffix}").read_bytes(), suffix
 
 
-def test_every_format_says_the_same(chat: str, tmp_path: Path) -> None:
+def test_all_formats_have_the_same_rows(chat: str, tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     axes = Grid(("arc", "lru"), devices=("0", "5"))
     for suffix in ("csv", "json", "parquet"):
@@ -230,14 +228,14 @@ def test_every_format_says_the_same(chat: str, tmp_path: Path) -> None:
     assert table.to_pylist() == expected
     assert str(table.schema.field("optimum_hit_ratio").type) == "double"
     with (tmp_path / "out.csv").open() as file:
-        for found, row in zip(csv.DictReader(file), expected, strict=True):
-            assert list(found) == list(row)
+        for csv_row, row in zip(csv.DictReader(file), expected, strict=True):
+            assert list(csv_row) == list(row)
             for name, value in row.items():
                 typed = {bool: lambda text: text == "true", type(None): lambda text: text or None}
-                assert typed.get(type(value), type(value))(found[name]) == value
+                assert typed.get(type(value), type(value))(csv_row[name]) == value
 
 
-def test_the_seed_is_of_the_intervals_alone(chat: str) -> None:
+def test_the_seed_changes_only_the_intervals(chat: str) -> None:
     first, again, other = (
         Sweep([chat], Grid(("arc", "lru")), work=Work(jobs=1, seed=seed, resamples=200)).run().rows
         for seed in (1, 1, 2)
@@ -269,26 +267,26 @@ def test_each_trace_is_read_once(chat: str, rag: str, monkeypatch: pytest.Monkey
     assert read == [chat, rag]
 
 
-def test_sizes_that_are_the_same_are_replayed_once(chat: str, replays: list[Task]) -> None:
+def test_equal_sizes_are_replayed_once(chat: str, replays: list[Task]) -> None:
     tenth = str(load_trace(chat).unique_blocks // 10)
     rows = Sweep([chat], Grid(("lru", "arc"), capacities=("10%", tenth)), work=Work(jobs=1)).run().rows
     assert len(replays) == 2
     assert [row.capacity for row in rows] == ["10%", "10%", tenth, tenth]
-    assert [row.bytes_written for row in rows] == [None] * 4, "nobody has said what a token takes"
+    assert [row.bytes_written for row in rows] == [None] * 4, "the bytes of a token are unknown"
     assert [row.decisions_sha256 for row in rows[:2]] == [row.decisions_sha256 for row in rows[2:]]
 
 
-# ---- what is kept
+# ---- the journal
 
 
 @pytest.fixture(scope="module")
 def whole(chat: str) -> list[Row]:
-    """The rows of a sweep that was not interrupted."""
+    """Run an uninterrupted sweep; returns its rows."""
     return Sweep([chat], SMALL, work=Work(jobs=1)).run().rows
 
 
 def interrupted(chat: str, output: Path, rows: int) -> None:
-    """Run the small sweep until `rows` rows are there."""
+    """Run the small sweep until it has `rows` rows."""
 
     def stop(progress: object) -> None:
         if run.progress.rows_done == rows:
@@ -300,7 +298,7 @@ def interrupted(chat: str, output: Path, rows: int) -> None:
     assert not output.exists()
 
 
-def test_an_interrupted_sweep_goes_on(
+def test_an_interrupted_sweep_continues(
     chat: str, whole: list[Row], tmp_path: Path, replays: list[Task]
 ) -> None:
     output = tmp_path / "out.csv"
@@ -316,7 +314,7 @@ def test_an_interrupted_sweep_goes_on(
 
 
 @pytest.mark.parametrize("damage", ["half a line", "no end of line", "rubbish", "another version"])
-def test_a_damaged_journal_costs_only_what_is_damaged(
+def test_a_damaged_journal_loses_only_the_damaged_rows(
     chat: str, whole: list[Row], tmp_path: Path, replays: list[Task], damage: str
 ) -> None:
     output = tmp_path / "out.json"
@@ -332,12 +330,12 @@ def test_a_damaged_journal_costs_only_what_is_damaged(
         journal.write_bytes(b"\xff\x00 not json\n" + content + b"\x00" * 100)
         lost = 0
     else:
-        first, _, rest = content.partition(b"\n")
-        journal.write_bytes(first.replace(b'"requests"', b'"inquiries"') + b"\n" + rest)
+        first, _, others = content.partition(b"\n")
+        journal.write_bytes(first.replace(b'"requests"', b'"inquiries"') + b"\n" + others)
     replays.clear()
     interrupted(chat, output, 9)
     assert len(replays) == 9 - (6 - lost)
-    # What was appended behind the damage is sound.
+    # Rows appended behind the damage are sound.
     result = Sweep([chat], SMALL, work=Work(jobs=1, output=output)).run()
     assert result.from_journal == 9
     assert len(replays) == 16 - (6 - lost)
@@ -345,7 +343,7 @@ def test_a_damaged_journal_costs_only_what_is_damaged(
 
 
 @pytest.mark.slow
-def test_what_determines_a_row_is_what_it_is_known_by(
+def test_the_journal_key_contains_everything_a_row_depends_on(
     chat: str, tmp_path: Path, replays: list[Task], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "out.csv"
@@ -361,9 +359,9 @@ def test_what_determines_a_row_is_what_it_is_known_by(
     renamed = tmp_path / "same-content.jsonl.xz"
     write_trace(load_trace(chat), renamed)
     assert finished_rows(str(renamed)) == 6
-    assert finished_rows(chat, seed=5) == 6, "intervals are made from what is kept"
+    assert finished_rows(chat, seed=5) == 6, "intervals are computed from the kept rows"
     changed = tmp_path / "small-chat.jsonl"
-    # As many blocks as before, each as often.
+    # The same number of blocks and of uses.
     trace = load_trace(chat)
     write_trace(dataclasses.replace(trace, timestamps_ms=trace.timestamps_ms + 1), changed)
     assert finished_rows(str(changed)) == 0
@@ -406,7 +404,7 @@ def test_rows_of_another_queue_do_not_mix(chat: str, tmp_path: Path, replays: li
     assert {row.queue_requests for row in result.rows} == {8}
 
 
-def test_a_row_with_a_queue_is_that_replay(tmp_path: Path) -> None:
+def test_a_row_with_a_queue_equals_a_replay(tmp_path: Path) -> None:
     path = tmp_path / "agents.jsonl"
     write_trace(generate(builtin("agent", sessions=5)), path)
     decided = []
@@ -419,21 +417,21 @@ def test_a_row_with_a_queue_is_that_replay(tmp_path: Path) -> None:
     assert decided[0] != decided[1]
 
 
-def test_an_assumed_queue_is_said(chat: str) -> None:
+def test_an_assumed_queue_is_reported(chat: str) -> None:
     done = kvoffload("sweep", chat, "--capacities", "5%", "--policies", "lru", "--queue", "8", "--quiet")
     assert "The next 8 requests wait, and are expected: assumed" in done.stdout
     wrong = kvoffload("sweep", chat, "--queue", "-1")
     assert (wrong.returncode, "queue: -1 is invalid" in wrong.stderr) == (2, True)
 
 
-def test_an_assumed_speed_is_said(chat: str) -> None:
+def test_an_assumed_speed_is_reported(chat: str) -> None:
     axes = ("--policies", "lru", "--capacities", "5%", "--jobs", "1")
-    said = "Requests end when 50 tokens/s have generated their answers: assumed"
-    assert said in kvoffload("sweep", chat, *axes, "--decode-tokens-per-s", "50").stdout
+    assumption = "Requests end when 50 tokens/s have generated their answers: assumed"
+    assert assumption in kvoffload("sweep", chat, *axes, "--decode-tokens-per-s", "50").stdout
     assert "Requests end" not in kvoffload("sweep", chat, *axes).stdout
 
 
-def test_the_code_of_a_policy_is_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_of_a_policy_is_part_of_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in (1, 2):
         (tmp_path / f"mine{number}.py").write_text(
             f"from kvoffload.policies.lru import LRU\n\n\nclass Mine(LRU):\n    seed = {number}\n"
@@ -443,7 +441,7 @@ def test_the_code_of_a_policy_is_part_of_it(tmp_path: Path, monkeypatch: pytest.
     assert len(digests) == 3
 
 
-def test_the_code_of_a_rule_is_part_of_it(tmp_path: Path) -> None:
+def test_the_code_of_a_rule_is_part_of_the_key(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
         "from kvoffload.admission.reuse import ReuseAdmission\n\n\nclass Mine(ReuseAdmission):\n    pass\n"
@@ -456,16 +454,16 @@ def test_the_code_of_a_rule_is_part_of_it(tmp_path: Path) -> None:
     assert tasks.code_digests(own) != before
 
 
-def test_named_sessions_are_part_of_a_trace(chat: str) -> None:
-    """Engines of a replay are routed by sessions, so hits depend on them."""
+def test_named_sessions_are_part_of_the_key(chat: str) -> None:
+    """Requests are routed by sessions, so hits depend on them."""
     trace = load_trace(chat)
-    one = dataclasses.replace(trace, sessions=np.zeros(trace.requests, np.int32))
+    single_session = dataclasses.replace(trace, sessions=np.zeros(trace.requests, np.int32))
     config = ReplayConfig(100, instances=2)
-    hits = {replay_of(of, config).run().prefix_hit_blocks for of in (trace, one)}
-    assert len(hits) == len({content_digest(of) for of in (trace, one)}) == 2
+    hits = {replay_of(of, config).run().prefix_hit_blocks for of in (trace, single_session)}
+    assert len(hits) == len({content_digest(of) for of in (trace, single_session)}) == 2
 
 
-def test_lengths_of_prompts_are_part_of_a_trace(chat: str) -> None:
+def test_lengths_of_prompts_are_part_of_the_key(chat: str) -> None:
     """A timed replay computes whole prompts."""
     trace = load_trace(chat)
     longer = np.diff(trace.offsets) * trace.block_tokens + 1
@@ -479,7 +477,7 @@ def test_one_sweep_at_a_time(chat: str, tmp_path: Path) -> None:
     journal.close()
 
 
-def test_an_output_is_replaced_only_when_asked_to(chat: str, tmp_path: Path) -> None:
+def test_an_output_is_replaced_only_with_force(chat: str, tmp_path: Path) -> None:
     output = tmp_path / "out.csv"
     output.write_text("precious")
     with pytest.raises(ConfigError, match="--force replaces it"):
@@ -489,13 +487,13 @@ def test_an_output_is_replaced_only_when_asked_to(chat: str, tmp_path: Path) -> 
     assert output.read_text().startswith("trace,")
 
 
-def test_a_trace_that_changes_meanwhile_is_noticed(chat: str) -> None:
+def test_a_trace_that_changes_during_the_sweep_is_refused(chat: str) -> None:
     source = tasks.identified(tasks.TraceSource(chat, 512, False))
     with pytest.raises(TraceError, match="the trace has changed since the sweep began"):
         tasks.load(dataclasses.replace(source, digest="0" * 64))
 
 
-# ---- the command, in processes of its own
+# ---- the command, in separate processes
 
 
 GATED_POLICY = """
@@ -520,7 +518,7 @@ class Gated(LRU):
 
 
 class Held(NamedTuple):
-    """A sweep of 8 rows in a process of its own, whose two workers wait at a gate when 6 rows are done."""
+    """A sweep of 8 rows in a separate process. After 6 rows, its two workers wait at a gate."""
 
     process: subprocess.Popen[str]
     children: list[int]
@@ -538,29 +536,29 @@ def held(chat: str, tmp_path: Path) -> Iterator[Held]:
     policies = f"lru,{tmp_path / 'gated.py'}:Gated"
     arguments = (chat, "--policies", policies, "--capacities", "10,20,30,40")
     output = tmp_path / "out.csv"
-    # Whoever runs the tests in the background has told all of its children to be deaf to Ctrl-C.
+    # A test run in the background ignores SIGINT, and so do its children: restore the handler.
     call = (
         "import signal\nfrom kvoffload.cli.main import main\n"
         "if __name__ == '__main__':\n"
         "    signal.signal(signal.SIGINT, signal.default_int_handler)\n    main()"
     )
-    # On a slow machine there would be lines of progress.
+    # Quiet: a slow machine would print progress.
     command = [sys.executable, "-c", call, "sweep", *arguments, "--output", output, "--jobs", "2", "--quiet"]
     process = subprocess.Popen(
         command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
-        found = Held(process, [], arguments, output, tmp_path / "out.csv.journal")
+        sweep = Held(process, [], arguments, output, tmp_path / "out.csv.journal")
         deadline = time.monotonic() + HANGS_S
-        while found.num_kept() < 6 or len([*tmp_path.glob("waits-*")]) < 2:
+        while sweep.num_kept() < 6 or len([*tmp_path.glob("waits-*")]) < 2:
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.01)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        found.children.extend(map(int, children))
-        yield found
+        sweep.children.extend(map(int, children))
+        yield sweep
     finally:
-        # With all that it has left behind, which would hold the pipes open.
+        # Also kills its children, which would hold the pipes open.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
@@ -569,7 +567,7 @@ def held(chat: str, tmp_path: Path) -> Iterator[Held]:
 def wait_for_the_end(processes: list[int]) -> None:
     deadline = time.monotonic() + HANGS_S
     while any(Path(f"/proc/{pid}").exists() for pid in processes):
-        assert time.monotonic() < deadline, "processes are left behind"
+        assert time.monotonic() < deadline, "child processes are still running"
         time.sleep(0.02)
 
 
@@ -592,42 +590,40 @@ def test_kill_9_in_the_middle(held: Held, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="there is no /proc here")
 @pytest.mark.parametrize(
-    ("number", "to", "said"),
+    ("number", "to", "reason"),
     [
-        # As a terminal does, and as systemd does: to every process. `kill` and Kubernetes: to one.
+        # Terminals and systemd signal every process, `kill` and Kubernetes only one.
         (signal.SIGINT, os.killpg, "interrupted"),
         (signal.SIGTERM, os.killpg, "terminated"),
         (signal.SIGTERM, os.kill, "terminated"),
     ],
 )
 @pytest.mark.slow
-def test_a_signal_keeps_what_is_done(held: Held, number: int, to: Callable[..., None], said: str) -> None:
+def test_a_signal_keeps_finished_rows(held: Held, number: int, to: Callable[..., None], reason: str) -> None:
     to(held.process.pid, number)
     _, errors = held.process.communicate(timeout=HANGS_S)
     wait_for_the_end(held.children)
     assert held.process.returncode == 128 + number
     assert held.num_kept() == 6
     assert errors == (
-        f"kvoffload: {said}; 6 of 8 rows are kept in {held.journal}: run the same command again to go on\n"
+        f"kvoffload: {reason}; 6 of 8 rows are kept in {held.journal}: run the same command again to go on\n"
     )
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_killed_ends_the_sweep(
-    chat: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_worker_ends_the_sweep(chat: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "killer.py").write_text(
         "import os, signal\nfrom kvoffload.policies.lru import LRU\n\n\nclass Killer(LRU):\n"
         "    def replace(self, *arguments):\n        os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    others = multiprocessing.active_children()  # those of another test's cluster
+    earlier = multiprocessing.active_children()  # workers of another test's cluster
     with pytest.raises(SweepError, match="a worker process ended unexpectedly; is there enough memory"):
         Sweep([chat], Grid(("lru", "killer:Killer"), capacities=("5",)), work=Work(jobs=2)).run()
     deadline = time.monotonic() + HANGS_S
-    # The pool has told the other workers to end.
-    while any(child not in others for child in multiprocessing.active_children()):
-        assert time.monotonic() < deadline, "workers are left behind"
+    # The pool ends the other workers.
+    while any(child not in earlier for child in multiprocessing.active_children()):
+        assert time.monotonic() < deadline, "workers are still running"
         time.sleep(0.02)
 
 
@@ -672,9 +668,7 @@ def test_a_worker_that_is_killed_ends_the_sweep(
         (["--output", "/dev/null.csv/x.json"], "output: '/dev/null.csv/x.json' is invalid; its journal"),
     ],
 )  # fmt: skip
-def test_mistakes_are_one_clear_line(
-    chat: str, replays: list[Task], arguments: list[str], message: str
-) -> None:
+def test_mistakes_are_one_line(chat: str, replays: list[Task], arguments: list[str], message: str) -> None:
     done = kvoffload("sweep", chat, *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"kvoffload: {message}"), done.stderr
@@ -682,7 +676,7 @@ def test_mistakes_are_one_clear_line(
     assert replays == [], "before any work"
 
 
-def test_a_trace_that_is_not_there_leaves_nothing(
+def test_a_missing_trace_leaves_no_files(
     tmp_path: Path,
 ) -> None:
     done = kvoffload("sweep", "/no/such/file", "--output", tmp_path / "x.csv")
@@ -701,7 +695,7 @@ def test_a_trace_that_is_not_there_leaves_nothing(
          "install 'kvoffload[dask]'"),
     ],
 )  # fmt: skip
-def test_an_extra_that_is_not_installed(
+def test_a_missing_extra_is_one_message(
     chat: str,
     monkeypatch: pytest.MonkeyPatch,
     module: str,
@@ -735,7 +729,7 @@ def test_the_tables(chat: str) -> None:
     assert f"{rows[0].optimum_hit_ratio:.4f}" in printed
 
 
-def test_what_was_written_is_in_bytes_where_they_are_known(chat: str) -> None:
+def test_writes_are_in_bytes_if_block_bytes_are_known(chat: str) -> None:
     done = kvoffload("sweep", chat, "--capacities", "5%", "--bytes-per-token", "128KiB", "--jobs", "1")
     rows = Sweep([chat], Grid(("lru", "arc"), block_bytes=2**26), work=Work(jobs=1)).run().rows
     assert "\nprefix-hit ratio, bytes written, share of the gap" in done.stdout
@@ -758,7 +752,7 @@ def test_a_share_that_rounds_to_nothing_has_no_sign(chat: str) -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
-def test_sizes_that_do_not_fit_side_by_side_stand_below(
+def test_sizes_that_do_not_fit_are_continued_below(
     chat: str, monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
     typed = [f"{percent}%" for percent in (5, 10, 15, 20, 25, 30, 35)]
@@ -768,7 +762,7 @@ def test_sizes_that_do_not_fit_side_by_side_stand_below(
         console.print(table)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert max(map(len, lines)) <= min(width, 100)
-    # Whole, and in the order of the sizes.
+    # Complete, and in the order of the sizes.
     assert [word for line in lines for word in line.split() if word in typed] == typed
     for policy in ("lru", "arc"):
         shown_here = [line for line in lines if line.split()[:1] == [policy]]
@@ -778,10 +772,10 @@ def test_sizes_that_do_not_fit_side_by_side_stand_below(
         assert 1 < len(shown_here) < len(typed)
 
 
-def test_the_words_are_on_screen_and_in_every_output(chat: str, tmp_path: Path) -> None:
+def test_verdicts_are_on_screen_and_in_every_output(chat: str, tmp_path: Path) -> None:
     axes = ("--policies", "lru,arc,slru", "--capacities", "3%,5%", "--jobs", "1")
-    found = Sweep([chat], Grid(("lru", "arc", "slru"), capacities=("3%", "5%")), work=Work(jobs=1)).run()
-    lines = [one.line for one in found.verdicts]
+    result = Sweep([chat], Grid(("lru", "arc", "slru"), capacities=("3%", "5%")), work=Work(jobs=1)).run()
+    lines = [verdict.line for verdict in result.verdicts]
     assert [line[:7] for line in lines] == ["at 3%: ", "at 5%: "]
     printed = " ".join(kvoffload("sweep", chat, *axes).stdout.split())
     assert f"small-chat, no device cache, in words {lines[0]} {lines[1]}" in printed
@@ -795,11 +789,11 @@ def test_the_words_are_on_screen_and_in_every_output(chat: str, tmp_path: Path) 
         assert [row["verdict"] for row in csv.DictReader(file) if row["verdict"]] == lines
 
 
-# ---- how far it is
+# ---- progress
 
 
 class Clock:
-    """Seconds that pass when a test says so."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -808,8 +802,10 @@ class Clock:
         return self.now_s
 
 
-def said(steps: list[tuple[float, Progress]], *, quiet: bool = False, is_terminal: bool = False) -> list[str]:
-    """The lines that a sweep leaves on stderr, if these are the seconds at which it was so far."""
+def progress_lines(
+    steps: list[tuple[float, Progress]], *, quiet: bool = False, is_terminal: bool = False
+) -> list[str]:
+    """Return the lines that a sweep prints to stderr. `steps`: seconds and progress."""
     clock = Clock()
     console = Console(file=io.StringIO(), width=80, force_terminal=is_terminal, no_color=True)
     with shown(quiet, console, clock) as on_progress:
@@ -830,9 +826,9 @@ def steps(seconds_each: float, rows: int = 20) -> list[tuple[float, Progress]]:
 
 
 def test_without_a_terminal_there_is_a_line_for_each_tenth() -> None:
-    assert said(steps(40)) == [
-        f"kvoffload: {rows} of 20 rows, {5 * rows}%, about {left} left"
-        for rows, left in zip(
+    assert progress_lines(steps(40)) == [
+        f"kvoffload: {rows} of 20 rows, {5 * rows}%, about {remaining} left"
+        for rows, remaining in zip(
             range(2, 20, 2),
             ["12 min", "10.7 min", "9.33 min", "8 min", "6.67 min", "5.33 min", "4 min", "2.67 min", "80 s"],
             strict=True,
@@ -841,29 +837,29 @@ def test_without_a_terminal_there_is_a_line_for_each_tenth() -> None:
 
 
 def test_lines_are_half_a_minute_apart() -> None:
-    lines = said(steps(4))
+    lines = progress_lines(steps(4))
     assert [line.split()[1] for line in lines] == ["8", "16"]
-    assert said(steps(1)) == [], "a short sweep says nothing"
+    assert progress_lines(steps(1)) == [], "a short sweep prints no progress"
 
 
-def test_lines_tell_of_references_not_of_rows() -> None:
+def test_progress_counts_references_not_rows() -> None:
     done_at = [(0, 0), (60, 20), (100, 500), (9000, 1000)]
     uneven = [(seconds, Progress(rows, 3, refs, 1000)) for rows, (seconds, refs) in enumerate(done_at)]
-    assert said(uneven) == ["kvoffload: 2 of 3 rows, 50%, about 100 s left"]
+    assert progress_lines(uneven) == ["kvoffload: 2 of 3 rows, 50%, about 100 s left"]
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_a_sweep_that_goes_on_says_so(is_terminal: bool) -> None:
+def test_a_continued_sweep_is_reported(is_terminal: bool) -> None:
     begun = [(0.0, Progress(20, 48, 0, 2800)), (1.0, Progress(21, 48, 100, 2800))]
-    assert said(begun, is_terminal=is_terminal) == ["kvoffload: resuming, 20 of 48 done"]
-    assert said(steps(1), is_terminal=is_terminal) == []
+    assert progress_lines(begun, is_terminal=is_terminal) == ["kvoffload: resuming, 20 of 48 done"]
+    assert progress_lines(steps(1), is_terminal=is_terminal) == []
 
 
 def test_quiet_is_quiet() -> None:
-    assert said([(0.0, Progress(20, 48, 0, 2800)), *steps(40)], quiet=True) == []
+    assert progress_lines([(0.0, Progress(20, 48, 0, 2800)), *steps(40)], quiet=True) == []
 
 
-def test_better_than_the_optimum_is_an_error(
+def test_more_hits_than_the_optimum_are_an_error(
     chat: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def boasting(task: Task) -> Measurement | Failure:
@@ -885,11 +881,11 @@ def test_better_than_the_optimum_is_an_error(
         "prefix-hit ratio 0.97, but an optimal policy reaches 0."
     )
     assert "a cache without limit" in errors[1]
-    assert output.exists(), "the rows are there to look at"
+    assert output.exists(), "the rows are kept for inspection"
 
 
 class Failing(LRU):
-    """Breaks down when somebody has to leave."""
+    """Fails at the first eviction."""
 
     name = "failing"
 
@@ -897,7 +893,7 @@ class Failing(LRU):
         raise ZeroDivisionError("of all things")
 
 
-def test_a_policy_that_fails_is_named_and_the_rest_is_kept(chat: str, tmp_path: Path) -> None:
+def test_a_failing_policy_is_named_and_other_rows_are_kept(chat: str, tmp_path: Path) -> None:
     output = tmp_path / "out.csv"
     policies = f"lru,{__name__}:Failing"
     done = kvoffload("sweep", chat, "--policies", policies, "--capacities", "5%", "--jobs", "1",
@@ -915,7 +911,7 @@ def test_a_policy_that_fails_is_named_and_the_rest_is_kept(chat: str, tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_cluster_says_the_same(chat: str, rag: str, tmp_path: Path, scheduler: str) -> None:
+def test_a_cluster_computes_the_same_rows(chat: str, rag: str, tmp_path: Path, scheduler: str) -> None:
     outputs = [tmp_path / "cluster.csv", tmp_path / "here.csv"]
     Sweep([chat, rag], SMALL, work=Work(scheduler=scheduler, output=outputs[0])).run()
     Sweep([chat, rag], SMALL, work=Work(jobs=1, output=outputs[1])).run()
@@ -923,7 +919,7 @@ def test_a_cluster_says_the_same(chat: str, rag: str, tmp_path: Path, scheduler:
 
 
 @pytest.mark.slow
-def test_a_cluster_needs_no_file_of_this_machine(
+def test_a_cluster_needs_no_local_files(
     chat: str, tmp_path: Path, scheduler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -941,8 +937,8 @@ def test_a_cluster_with_other_code_is_refused(
 
 
 @pytest.mark.slow
-def test_a_cluster_on_which_a_policy_fails(chat: str, scheduler: str) -> None:
-    """What is found here (`-m pytest` adds the directory) is not found there, or fails there."""
+def test_a_policy_that_fails_on_a_cluster(chat: str, scheduler: str) -> None:
+    """A local policy cannot be imported on the cluster, or fails there (`-m pytest` adds the directory)."""
     with pytest.raises(SweepError, match=r"Failing.*(ZeroDivisionError|No module named)"):
         Sweep([chat], Grid((f"{__name__}:Failing",)), work=Work(scheduler=scheduler)).run()
 
