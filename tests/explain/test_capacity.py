@@ -13,7 +13,7 @@ from support.small_trace import trace_of
 
 
 def test_hits_at_each_capacity_by_hand() -> None:
-    # Ten blocks of others lie between the two uses of block 1: RAM of 11 blocks keeps it, RAM of 10 does not.
+    # Ten other blocks are used between the uses of block 1: RAM of 11 blocks keeps it, RAM of 10 does not.
     trace = trace_of([1], *([other] for other in range(2, 12)), [1])
     assert FACTORS[:2] == (1.1, 1.3)
     assert larger_hits(trace, ReplayConfig(10))[:, -1].tolist() == [1] * len(FACTORS)
@@ -31,7 +31,7 @@ def test_hits_that_a_larger_capacity_loses() -> None:
     assert hits[-1].tolist() == [0] * 4 + [1, 1, 0] + [1] * 5
 
 
-def test_capacities_are_those_of_replays() -> None:
+def test_hits_equal_replays_with_larger_capacities() -> None:
     trace = generate(builtin("chat", sessions=60))
     tiers = tuple(parse_tiers("tiers", "simulated:100,policy=arc"))
     config = ReplayConfig(50, "hazard", "reuse:2", tiers=tiers)
@@ -40,8 +40,8 @@ def test_capacities_are_those_of_replays() -> None:
     )
     run = Replay(trace, double)
     run.run()
-    found = larger_hits(trace, config)
-    assert found[FACTORS.index(2.0)].tolist() == run.hits_per_request.tolist()
+    hits = larger_hits(trace, config)
+    assert hits[FACTORS.index(2.0)].tolist() == run.hits_per_request.tolist()
 
 
 def test_progress_ends_at_the_total() -> None:

@@ -1,4 +1,4 @@
-"""Each missing block has exactly one reason: by hand, beside a naive twin, and for any configuration."""
+"""Reasons of missing blocks: by hand, against a naive twin, and sums for any configuration."""
 
 from __future__ import annotations
 
@@ -42,24 +42,24 @@ FEW = settings(max_examples=settings().max_examples // 4)
 FIRST_USES = (NEW_PROMPT, CONTINUES, PREFIX_DIFFERS, AFTER_SHARED_PROMPT)
 
 
-def named(found: Misses) -> list[list[str]]:
-    """The reasons of the missing blocks of each request."""
-    offsets = found.trace.offsets.tolist()
+def named(misses: Misses) -> list[list[str]]:
+    """Name the reasons of the missing blocks of each request."""
+    offsets = misses.trace.offsets.tolist()
     return [
-        [found.name_at(ref) for ref in range(begin + hits, end)]
-        for begin, end, hits in zip(offsets, offsets[1:], found.hits.tolist(), strict=False)
+        [misses.name_at(ref) for ref in range(begin + hits, end)]
+        for begin, end, hits in zip(offsets, offsets[1:], misses.hits.tolist(), strict=False)
     ]
 
 
 def explained(trace: Trace, config: ReplayConfig) -> list[list[str]]:
-    report, found = find_misses(trace, config)
-    assert sum(found.counts().values()) == report.block_refs - report.prefix_hit_blocks
-    return named(found)
+    report, misses = find_misses(trace, config)
+    assert sum(misses.counts().values()) == report.block_refs - report.prefix_hit_blocks
+    return named(misses)
 
 
 @st.composite
 def prompts(draw: st.DrawFn) -> list[list[int]]:
-    """Chained block ids of conversations that share a beginning, fork and return."""
+    """Draw chained block ids of conversations that share a prefix, fork and return."""
     seed = draw(st.integers(0, 2**32))
     chance = random.Random(seed)
     note(f"seed {seed}")
@@ -93,7 +93,7 @@ CONFIGS = [
 def check_beside_the_twin(requests: list[list[int]], config: ReplayConfig) -> list[list[str]]:
     trace, log = trace_of(*requests), io.BytesIO()
     report = Replay(trace, config, decisions=log).run()
-    watched, found = find_misses(trace, config)
+    watched, misses = find_misses(trace, config)
     assert watched.decisions_sha256 == report.decisions_sha256, "an observer must not change decisions"
     expected = explain_naively(
         requests,
@@ -101,26 +101,26 @@ def check_beside_the_twin(requests: list[list[int]], config: ReplayConfig) -> li
         device_blocks=config.device_blocks,
         has_rule=config.admission != "all",
     )
-    assert named(found) == expected
+    assert named(misses) == expected
     return expected
 
 
 @given(requests=prompts(), config=st.sampled_from(CONFIGS))
 @FEW
-def test_a_naive_twin_finds_the_same_reasons(requests: list[list[int]], config: ReplayConfig) -> None:
+def test_reasons_equal_a_naive_twin(requests: list[list[int]], config: ReplayConfig) -> None:
     check_beside_the_twin(requests, config)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda one: f"{one.policy}-{one.admission}-{one.store}")
 @given(requests=prompts())
-def test_a_naive_twin_finds_the_same_reasons_for_each(
+def test_reasons_equal_a_naive_twin_for_each_configuration(
     config: ReplayConfig, requests: list[list[int]]
 ) -> None:
     check_beside_the_twin(requests, config)
 
 
-def test_a_naive_twin_knows_what_the_policy_refused() -> None:
+def test_refusals_of_the_policy_equal_a_naive_twin() -> None:
     trace = generate(builtin("chat", sessions=60))
     offsets = trace.offsets.tolist()
     requests = [trace.refs[begin:end].tolist() for begin, end in pairwise(offsets)]
@@ -169,24 +169,24 @@ def check_sums(requests: list[list[int]], config: ReplayConfig, tiers: str) -> N
     times, answers = 1000 * np.arange(trace.requests), np.full(trace.requests, 50)
     trace = replace(trace, timestamps_ms=times, output_tokens=answers)
     config = replace(config, tiers=tuple(parse_tiers("tiers", tiers)) if tiers else ())
-    report, found = find_misses(trace, config)
-    counts = found.counts()
+    report, misses = find_misses(trace, config)
+    counts = misses.counts()
     assert sum(counts.values()) == report.block_refs - report.prefix_hit_blocks
     assert UNKNOWN not in counts
     assert report.decisions_sha256 == replay_of(trace, config).run().decisions_sha256
 
 
 def test_eviction_and_first_uses_by_hand() -> None:
-    # Capacity 3, as in the replay's own test: request 1 stores 4 in place of 3, request 2 stores 5 6 in place
-    # of 4 and 2, so request 3 misses 2.
+    # Capacity 3, as in the test of the replay: request 1 replaces 3 with 4, request 2 replaces 4 and 2 with
+    # 5 6, so request 3 misses 2.
     trace = trace_of([1, 2, 3], [1, 2, 4], [5, 6], [1, 2])
-    _, found = find_misses(trace, ReplayConfig(3))
-    assert named(found) == [["new_prompt"] * 3, ["prefix_differs"], ["new_prompt"] * 2, ["evicted"]]
-    assert (found.stored_at[-1], found.caused_by[-1]) == (0, 2)
-    assert found.beginnings.nearest.tolist() == [-1, 0, -1, -1]
+    _, misses = find_misses(trace, ReplayConfig(3))
+    assert named(misses) == [["new_prompt"] * 3, ["prefix_differs"], ["new_prompt"] * 2, ["evicted"]]
+    assert (misses.stored_at[-1], misses.caused_by[-1]) == (0, 2)
+    assert misses.beginnings.nearest.tolist() == [-1, 0, -1, -1]
 
 
-def test_a_rule_and_a_policy_that_refuse_are_told_apart() -> None:
+def test_refusals_of_the_admission_rule() -> None:
     trace = trace_of([1, 2], [1, 2], [1, 2])
     assert explained(trace, ReplayConfig(9, admission="reuse:2")) == [
         ["new_prompt"] * 2,
@@ -195,11 +195,11 @@ def test_a_rule_and_a_policy_that_refuse_are_told_apart() -> None:
     ]
 
 
-def test_both_refuse_in_one_replay() -> None:
+def test_refusals_of_rule_and_policy_in_one_replay() -> None:
     trace = load_trace("rag")
     config = ReplayConfig(trace.unique_blocks // 20, "hazard,write_cost=2", "reuse:2")
-    _, found = find_misses(trace, config)
-    counts = found.counts()
+    _, misses = find_misses(trace, config)
+    counts = misses.counts()
     assert counts["not_admitted"] > 0
     assert counts["refused"] > 0
     assert UNKNOWN not in counts
@@ -213,8 +213,8 @@ def test_a_request_longer_than_ram_has_no_room() -> None:
     ]
 
 
-def test_blocks_behind_a_gap_are_told_from_missing_ones() -> None:
-    # FIFO evicts the head 1 for 9, while its tail stays.
+def test_blocks_behind_a_gap_are_separate_from_missing_blocks() -> None:
+    # FIFO evicts the head 1 for 9, and keeps the tail.
     assert explained(trace_of([1, 2, 3], [9], [1, 2, 3]), ReplayConfig(3, "fifo")) == [
         ["new_prompt"] * 3,
         ["new_prompt"],
@@ -241,9 +241,9 @@ def test_another_engine_has_the_blocks() -> None:
 
 def test_a_tier_evicts_and_a_rule_of_a_tier_refuses() -> None:
     trace = trace_of([1], [2], [3], [1])
-    _, behind = find_misses(trace, ReplayConfig(1, tiers=tuple(parse_tiers("tiers", "simulated:2"))))
-    assert named(behind)[3] == ["evicted"]
-    assert behind.was_in_tier[-1] == 1
+    _, misses = find_misses(trace, ReplayConfig(1, tiers=tuple(parse_tiers("tiers", "simulated:2"))))
+    assert named(misses)[3] == ["evicted"]
+    assert misses.was_in_tier[-1] == 1
     rule = tuple(parse_tiers("tiers", "simulated:9,admission=reuse:2"))
     _, refused = find_misses(trace, ReplayConfig(1, tiers=rule))
     assert named(refused)[3] == ["evicted"]
@@ -252,15 +252,15 @@ def test_a_tier_evicts_and_a_rule_of_a_tier_refuses() -> None:
 
 @pytest.mark.parametrize(("tiers", "slowest"), [("simulated:2+simulated:4", 2), ("simulated:4", 1)])
 def test_the_slowest_tier_that_held_a_block_is_named(tiers: str, slowest: int) -> None:
-    # Both tiers get block 1. The first tier of two blocks evicts it long before the second one of four.
+    # Both tiers store block 1. The first tier, of two blocks, evicts it long before the second, of four.
     trace = trace_of(*([block] for block in (1, 2, 3, 4, 5, 6, 7, 8, 1)))
-    _, found = find_misses(trace, ReplayConfig(1, tiers=tuple(parse_tiers("tiers", tiers))))
-    assert named(found)[-1] == ["evicted"]
-    assert found.was_in_tier[-1] == slowest
+    _, misses = find_misses(trace, ReplayConfig(1, tiers=tuple(parse_tiers("tiers", tiers))))
+    assert named(misses)[-1] == ["evicted"]
+    assert misses.was_in_tier[-1] == slowest
 
 
 def test_ram_without_room_for_all_blocks_of_a_tier() -> None:
-    # The device drops one block after the other, so the tier gets all four; RAM has room for two.
+    # The device evicts one block after the other, so the tier stores all four; RAM has room for two.
     trace = trace_of([1, 2, 3, 4], [9], [8], [7], [6], [1, 2, 3, 4])
     tiers = tuple(parse_tiers("tiers", "simulated:99"))
     config = ReplayConfig(2, device_blocks=4, store="on-device-eviction", tiers=tiers)
@@ -273,10 +273,10 @@ def test_damaged_blocks_are_named(kind: str) -> None:
     capacity = trace.unique_blocks // 3
     data = DataPlane(capacity, 64, parse_injection(f"{kind}:0.05", 7))
     try:
-        report, found = find_misses(trace, ReplayConfig(capacity), data=data)
+        report, misses = find_misses(trace, ReplayConfig(capacity), data=data)
     finally:
         data.close()
-    counts = found.counts()
+    counts = misses.counts()
     assert counts["damaged"] == report.mismatches_caught > 0
     assert counts["behind_a_gap"] > 0, "sound blocks behind a damaged block are not used"
     assert UNKNOWN not in counts
@@ -302,8 +302,8 @@ def test_damage_on_a_disk_is_named(tmp_path: Path) -> None:
         for offset in np.random.default_rng(3).integers(size // 2, size, 100).tolist():
             file.seek(offset)
             file.write(b"\xa5")
-    report, found = explained_with_bytes()
-    counts = found.counts()
+    report, misses = explained_with_bytes()
+    counts = misses.counts()
     assert report.mismatches_served == 0
     assert report.tiers[1].mismatches_caught > 0
     assert counts["damaged"] > 0
@@ -311,7 +311,7 @@ def test_damage_on_a_disk_is_named(tmp_path: Path) -> None:
     assert UNKNOWN not in counts
 
 
-def test_many_continuations_of_a_beginning_are_new_conversations() -> None:
+def test_many_continuations_of_a_prompt_are_new_conversations() -> None:
     few = trace_of([1, 2], *([1, block] for block in range(10, 17)))
     many = trace_of([1, 2], *([1, block] for block in range(10, 18)))
     assert {name for names in explained(few, ReplayConfig(99))[1:] for name in names} == {PREFIX_DIFFERS}
@@ -330,7 +330,7 @@ SHORT = [
     ("agentic_12h", *SET_UPS[0]),
     ("agentic_3h", *SET_UPS[2]),
 ]
-"""Each set-up, and each recording."""
+"""One case for each configuration and each recording."""
 
 
 @pytest.mark.slow
@@ -352,10 +352,12 @@ def test_recordings(
 ) -> None:
     trace = read_trace(recorded_trace_path(name))
     blocks = trace.unique_blocks // 20
-    behind = tuple(parse_tiers("tiers", tiers)) if tiers else ()
+    tier_options = tuple(parse_tiers("tiers", tiers)) if tiers else ()
     device_blocks = blocks // 2 if store == "on-device-eviction" else 0
-    report, found = find_misses(trace, ReplayConfig(blocks, policy, admission, device_blocks, store, behind))
-    counts = found.counts()
+    report, misses = find_misses(
+        trace, ReplayConfig(blocks, policy, admission, device_blocks, store, tier_options)
+    )
+    counts = misses.counts()
     assert sum(counts.values()) == report.block_refs - report.prefix_hit_blocks
     assert UNKNOWN not in counts
     first_uses = sum(counts.get(kind, 0) for kind in FIRST_USES)

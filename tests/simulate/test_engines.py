@@ -31,7 +31,7 @@ def engines(ram: int, device: int, instances: int = 2, **options: Any) -> Replay
 
 
 def stored(done: TimedOutcome) -> float:
-    """Blocks whose copies to RAM have begun."""
+    """Return the number of blocks whose copies to RAM have begun."""
     return (done.links[1].bytes_moved + done.links[1].bytes_left) / BLOCK_BYTES
 
 
@@ -40,7 +40,7 @@ def small() -> Trace:
     return generate(builtin("chat", sessions=120))
 
 
-# ---- by hand: a block takes a second to compute, to store, to load
+# ---- by hand: computing, storing and loading a block take a second each
 
 
 def test_a_block_of_another_engine_is_loaded() -> None:
@@ -55,8 +55,8 @@ def test_a_block_of_another_engine_is_loaded() -> None:
     assert run_in_time(trace, fast, 9, engines(9, 9)).ttft_s.mean == 2, "3 and 1"
 
 
-def test_a_block_that_another_engine_stores_is_awaited() -> None:
-    # Computed at 3, stored at 6. The second engine is idle meanwhile, loads until 8 and computes until 9.
+def test_a_request_waits_for_a_store_of_another_engine() -> None:
+    # Computed at 3, stored at 6. The second engine is idle until 6, loads until 8 and computes until 9.
     pool = run_in_time(trace_of((0, "abc"), (4, "abc")), timing(), 9, engines(9, 9))
     assert pool.seconds == 9
     assert pool.waiting_s.mean == 1, "0 and 2"
@@ -69,9 +69,9 @@ def test_engines_compute_at_the_same_time() -> None:
     assert (two.seconds, two.prefill_s, two.device_busy_share) == (3, 6, 1)
 
 
-def test_a_turn_waits_for_the_turn_before_on_another_engine() -> None:
+def test_a_turn_waits_for_the_previous_turn_on_another_engine() -> None:
     two = run_in_time(trace_of((0, "ab"), (1, "abc")), timing(), 9, instances=2, routing=ROUND_ROBIN)
-    assert two.seconds == 5, "it arrives at 2, not at 1"
+    assert two.seconds == 5, "the next turn arrives at 2, not at 1"
 
 
 def test_an_engine_without_requests_is_idle() -> None:
@@ -83,7 +83,7 @@ def test_an_engine_without_requests_is_idle() -> None:
         assert done.device_busy_share == pytest.approx(4 / (4 * done.seconds))
 
 
-# ---- as a replay without a clock
+# ---- against a replay without a clock
 
 
 @given(
@@ -95,7 +95,7 @@ def test_an_engine_without_requests_is_idle() -> None:
     st.booleans(),
     st.sampled_from(["all", "reuse:2"]),
 )
-def test_one_at_a_time_hits_what_a_replay_hits(
+def test_one_request_at_a_time_hits_as_in_a_replay(
     paths: list[str], policy: str, ram: int, device: int, instances: int, is_shared: bool, admission: str
 ) -> None:
     trace = alone([*paths, "a"])
@@ -103,18 +103,18 @@ def test_one_at_a_time_hits_what_a_replay_hits(
     plain = replay_of(trace, given).run()
     instant = machine(load_bytes_per_s=INSTANT, store_bytes_per_s=INSTANT)
     done = run_in_time(trace, timing(instant, at_once=1), device, given)
-    found = done.device_hit_blocks, done.offload_hit_blocks, stored(done)
-    assert found == (plain.device_hit_blocks, plain.offload_hit_blocks, plain.blocks_written)
+    counts = done.device_hit_blocks, done.offload_hit_blocks, stored(done)
+    assert counts == (plain.device_hit_blocks, plain.offload_hit_blocks, plain.blocks_written)
 
 
-def test_separate_engines_are_engines_by_themselves(small: Trace) -> None:
+def test_separate_engines_equal_single_engines(small: Trace) -> None:
     device, on = 2 * small.longest_request, timing(QUICK)
     given = engines(device, device, 3, shared_ram=False, routing=SESSION)
     together = run_in_time(small, on, device, given)
     engine_of = route(small, 3, SESSION)
-    parts = [small.of_requests(np.flatnonzero(engine_of == number)) for number in range(3)]
-    one = replace(given, instances=1)
-    runs = [run_in_time(part, on, device, one) for part in parts]
+    engine_traces = [small.of_requests(np.flatnonzero(engine_of == number)) for number in range(3)]
+    single = replace(given, instances=1)
+    runs = [run_in_time(engine_trace, on, device, single) for engine_trace in engine_traces]
     assert together.prefill_s == pytest.approx(sum(run.prefill_s for run in runs))
     assert together.offload_hit_blocks == sum(run.offload_hit_blocks for run in runs) > 0
     assert together.device_hit_blocks == sum(run.device_hit_blocks for run in runs)
@@ -136,14 +136,14 @@ def test_separate_engines_are_engines_by_themselves(small: Trace) -> None:
         pytest.param("reuse:2", "simulated:500+2000", marks=pytest.mark.slow),
     ],
 )
-def test_a_pool_adds_up_and_is_the_same_every_time(small: Trace, admission: str, tiers: str) -> None:
+def test_a_pool_adds_up_and_is_deterministic(small: Trace, admission: str, tiers: str) -> None:
     device = small.longest_request + 50
     given = engines(device, device, 3, admission=admission, tiers=parse_tiers("tiers", tiers))
-    told = list[int]()
-    report = replay_in_time(small, given, timing(QUICK), told.append)
+    updates = list[int]()
+    report = replay_in_time(small, given, timing(QUICK), updates.append)
     assert report.to_json() == replay_in_time(small, given, timing(QUICK)).to_json()
-    assert told == sorted(told)
-    assert told[-1] == 2 * small.requests
+    assert updates == sorted(updates)
+    assert updates[-1] == 2 * small.requests
     for done in (report.with_offload, report.without):
         hits = done.device_hit_blocks + done.offload_hit_blocks
         assert done.prefill_tokens == (small.block_refs - hits) * small.block_tokens
@@ -158,7 +158,7 @@ def test_a_pool_adds_up_and_is_the_same_every_time(small: Trace, admission: str,
 
 
 @pytest.mark.slow
-def test_engines_of_a_pool_have_disks_of_their_own(small: Trace) -> None:
+def test_engines_of_a_pool_have_separate_disks(small: Trace) -> None:
     device = small.longest_request + 50
     given = engines(device // 3, device, 3)
     done = {
@@ -175,7 +175,7 @@ def test_engines_of_a_pool_have_disks_of_their_own(small: Trace) -> None:
     for outcome in done.values():
         for tier, link in zip(outcome.tiers[1:], outcome.links[3::2], strict=True):
             assert tier.written * BLOCK_BYTES == link.bytes_moved + link.bytes_left
-    # A disk of each engine is written by each engine, and its blocks serve one engine.
+    # Each engine writes its own disk, whose blocks serve only this engine.
     assert own.tiers[1].written > shared.tiers[1].written
     assert own.offload_hit_blocks < shared.offload_hit_blocks
     assert both.tiers[2].hit_blocks > 0

@@ -1,4 +1,4 @@
-"""Parts of a timed replay: events, links, the device's pool, arrivals, machines. All numbers by hand."""
+"""Parts of a timed replay: events, links, the device's pool, arrivals and machines, computed by hand."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from support.simulated_machine import machine, trace_of
 # ---- events and links
 
 
-def test_events_happen_in_order_and_of_one_time_as_announced() -> None:
-    events, seen = Events(), list[Any]()
+def test_events_are_ordered_by_time_and_then_by_announcement() -> None:
+    events, order = Events(), list[Any]()
     for when, name in ((2.0, "b"), (1.0, "a"), (2.0, "c")):
-        events.at(when, lambda name=name: seen.append((events.now, name)))  # type: ignore[misc]
-    events.at(1.5, lambda: events.at(0.0, lambda: seen.append((events.now, "what is past happens now"))))
+        events.at(when, lambda name=name: order.append((events.now, name)))  # type: ignore[misc]
+    events.at(1.5, lambda: events.at(0.0, lambda: order.append((events.now, "what is past happens now"))))
     events.run()
-    assert seen == [(1.0, "a"), (1.5, "what is past happens now"), (2.0, "b"), (2.0, "c")]
+    assert order == [(1.0, "a"), (1.5, "what is past happens now"), (2.0, "b"), (2.0, "c")]
 
 
 def test_a_link_moves_one_job_after_the_other() -> None:
@@ -53,28 +53,28 @@ def test_a_link_moves_one_job_after_the_other() -> None:
 # ---- the device's pool
 
 
-def leased(pool: DevicePool, codes: list[int], found: int = 0) -> Lease:
-    lease = pool.lease(codes[:found], len(codes) - found)
+def leased(pool: DevicePool, codes: list[int], num_found: int = 0) -> Lease:
+    lease = pool.lease(codes[:num_found], len(codes) - num_found)
     assert lease is not None
-    pool.take(lease, len(codes) - found)
-    pool.know(lease, codes[found:])
+    pool.take(lease, len(codes) - num_found)
+    pool.know(lease, codes[num_found:])
     return lease
 
 
-def test_what_is_free_leaves_oldest_end_first_and_of_one_request_the_tail_first() -> None:
+def test_free_blocks_leave_by_last_use_and_the_tail_first() -> None:
     pool = DevicePool(6)
     first, second = leased(pool, [1, 2]), leased(pool, [3, 4])
     pool.release(second)
     pool.release(first)
     assert pool.next_to_leave(6) == [4, 3, 2, 1]
-    assert pool.next_to_leave(4) == [4, 3]  # two blank ones go before
+    assert pool.next_to_leave(4) == [4, 3]  # two blank blocks go first
     lease = pool.lease([], 5)
     assert lease is not None
     assert pool.take(lease, 5) == [4, 3, 2]
     assert [pool.find([code]) for code in (1, 2, 3)] == [1, 0, 0]
 
 
-def test_what_a_request_holds_stays() -> None:
+def test_held_blocks_are_not_evicted() -> None:
     pool = DevicePool(4)
     pool.release(leased(pool, [1, 2]))
     again = leased(pool, [1, 2, 3], found=2)
@@ -84,13 +84,13 @@ def test_what_a_request_holds_stays() -> None:
     assert pool.num_available == 4
 
 
-def test_what_is_reserved_is_given_to_nobody_else() -> None:
+def test_reserved_blocks_are_not_leased_twice() -> None:
     pool = DevicePool(4)
     pool.release(leased(pool, [1, 2]))
     growing = pool.lease([1], 2)
     assert growing is not None
     assert pool.lease([], 2) is None
-    # Free and found: it counts once.
+    # A block that is free and found counts once.
     assert pool.lease([2], 1) is None
     assert pool.take(growing, 2) == []
     pool.release(growing)
@@ -101,7 +101,7 @@ def test_a_second_copy_is_blank_when_released_and_the_first_is_recent() -> None:
     pool = DevicePool(5)
     pool.release(leased(pool, [1, 2]))
     pool.release(leased(pool, [3]))
-    copy = leased(pool, [1, 2], found=1)  # computes block 2 once more
+    copy = leased(pool, [1, 2], found=1)  # computes block 2 again
     pool.release(copy)
     assert pool.next_to_leave(5) == [3, 2, 1]
     assert pool.num_available == 5
@@ -113,24 +113,24 @@ def test_a_second_copy_is_blank_when_released_and_the_first_is_recent() -> None:
     )
 )
 def test_no_block_is_lost_or_counted_twice(steps: list[tuple[list[int], int, int]]) -> None:
-    """Requests find some of their blocks, compute the others later, and generate a block in the end."""
+    """Requests find some blocks, compute the others later, and finally generate a block."""
     pool, held, growing = DevicePool(12), list[Lease](), list[tuple[Lease, list[int]]]()
     for codes, num_grown, num_ended in steps:
         chain = list(dict.fromkeys(codes))
-        found = min(pool.find(chain), max(0, len(chain) - 1))
-        lease = pool.lease(chain[:found], len(chain) - found + 1)
+        num_found = min(pool.find(chain), max(0, len(chain) - 1))
+        lease = pool.lease(chain[:num_found], len(chain) - num_found + 1)
         if lease is not None:
             held.append(lease)
-            growing.append((lease, chain[found:]))
+            growing.append((lease, chain[num_found:]))
         for _ in range(min(num_grown, len(growing))):
-            one, rest = growing.pop(0)
-            pool.take(one, len(rest))
-            pool.know(one, rest)
-            pool.take(one, 1)
+            grown, blocks = growing.pop(0)
+            pool.take(grown, len(blocks))
+            pool.know(grown, blocks)
+            pool.take(grown, 1)
         for _ in range(min(num_ended, len(held) - len(growing))):
             pool.release(held.pop(0))
-        in_use = {code for one in held for code in one.known if code not in one.copies}
-        assert pool.num_available == 12 - len(in_use) - sum(one.num_blank for one in held)
+        in_use = {code for lease in held for code in lease.known if code not in lease.copies}
+        assert pool.num_available == 12 - len(in_use) - sum(lease.num_blank for lease in held)
         assert not in_use & set(pool.next_to_leave(12))
         assert all(pool.find([code]) for code in in_use)
     for ended in held:
@@ -142,14 +142,14 @@ def test_no_block_is_lost_or_counted_twice(steps: list[tuple[list[int], int, int
 # ---- arrivals
 
 
-def test_sessions_come_closer_and_stay_as_they_are() -> None:
+def test_load_moves_sessions_together_without_changing_them() -> None:
     trace = trace_of((10, "ab"), (20, "abc"), (30, "x"), (31, "xy"), (50, "z"))
     assert session_times_s(trace, 1.0).tolist() == [0, 10, 20, 21, 40]
     assert session_times_s(trace, 2.0).tolist() == [0, 10, 10, 11, 20]
     assert session_times_s(trace, 0.5).tolist() == [0, 10, 40, 41, 80]
 
 
-def test_a_next_turn_comes_after_the_one_before_has_ended() -> None:
+def test_a_next_turn_arrives_after_the_end_of_the_previous_turn() -> None:
     events, came = Events(), list[Any]()
     arrivals = Recorded(trace_of((0, "ab"), (1, "abc"), (2, "x"), (30, "abcd")), load=1.0)
 
@@ -162,7 +162,7 @@ def test_a_next_turn_comes_after_the_one_before_has_ended() -> None:
     assert came == [(0.0, 0), (2.0, 2), (5.0, 1), (30.0, 3)]
 
 
-def test_so_many_are_under_way_at_once() -> None:
+def test_at_once_limits_the_running_requests() -> None:
     events, came = Events(), list[Any]()
     arrivals = AtOnce(trace_of(*((9, letter) for letter in "abcde")), 2)
 
@@ -178,29 +178,29 @@ def test_so_many_are_under_way_at_once() -> None:
 # ---- machines
 
 
-def test_a_prompt_in_pieces_takes_as_long_as_at_once() -> None:
-    one = machine(prefill_s_per_token=0.5, prefill_s_per_token_squared=0.25)
-    assert one.prefill_s(0, 10) == pytest.approx(5 + 25)
-    assert one.prefill_s(0, 4) + one.prefill_s(4, 10) == pytest.approx(one.prefill_s(0, 10))
+def test_a_prompt_in_chunks_takes_as_long_as_in_one_step() -> None:
+    slow = machine(prefill_s_per_token=0.5, prefill_s_per_token_squared=0.25)
+    assert slow.prefill_s(0, 10) == pytest.approx(5 + 25)
+    assert slow.prefill_s(0, 4) + slow.prefill_s(4, 10) == pytest.approx(slow.prefill_s(0, 10))
 
 
 @pytest.mark.parametrize("squared", [0.0, 1e-3])
 @pytest.mark.parametrize("from_disk", [False, True])
-def test_break_even_is_where_both_take_as_long(squared: float, from_disk: bool) -> None:
-    one = machine(prefill_s_per_token_squared=squared, copy_latency_s=2.0, disk_read_latency_s=1.0)
-    tokens = one.break_even_tokens(10.0, from_disk=from_disk)
+def test_at_break_even_loading_takes_as_long_as_computing(squared: float, from_disk: bool) -> None:
+    slow = machine(prefill_s_per_token_squared=squared, copy_latency_s=2.0, disk_read_latency_s=1.0)
+    tokens = slow.break_even_tokens(10.0, from_disk=from_disk)
     loading_s = 2.0 + tokens / 100 + (1.0 + tokens / 100 if from_disk else 0.0)
-    assert one.prefill_s(0, 1) > 0
+    assert slow.prefill_s(0, 1) > 0
     assert 0.1 * tokens + squared * tokens**2 == pytest.approx(loading_s)
 
 
-def test_a_slow_link_never_pays_unless_prompts_get_dearer_with_length() -> None:
+def test_a_slow_link_breaks_even_only_with_attention() -> None:
     assert machine(load_bytes_per_s=50.0).break_even_tokens(10.0) == math.inf
     dearer = machine(load_bytes_per_s=50.0, prefill_s_per_token_squared=1e-3)
     assert dearer.break_even_tokens(10.0) == pytest.approx(100.0)
 
 
-def test_a_machine_is_what_its_file_says(tmp_path: Path) -> None:
+def test_a_machine_is_written_and_read(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     path.write_bytes(machine().to_json())
     assert read_machine(path) == machine()
@@ -218,7 +218,7 @@ def test_a_machine_is_what_its_file_says(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_file_that_is_no_machine_is_one_clear_error(tmp_path: Path, text: str, words: str) -> None:
+def test_an_invalid_machine_file_is_one_error(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "machine.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=words):
@@ -227,7 +227,7 @@ def test_a_file_that_is_no_machine_is_one_clear_error(tmp_path: Path, text: str,
         read_machine(tmp_path / "not there.json")
 
 
-def test_what_was_not_measured_is_named_or_taken_from_a_class() -> None:
+def test_missing_quantities_are_named_or_taken_from_a_class() -> None:
     measured = Machine(name="mine", load_bytes_per_s=Quantity(5.0, 4.0, 6.0, "measured: here"))
     with pytest.raises(ConfigError, match=r"machine: 'mine'.*prefill_s_per_token.*--url"):
         measured.check(has_ram=True, has_disk=False)
@@ -237,16 +237,16 @@ def test_what_was_not_measured_is_named_or_taken_from_a_class() -> None:
     assert filled.name == "mine"
 
 
-def test_every_class_is_complete_and_says_what_it_assumes() -> None:
+def test_every_class_is_complete_and_names_its_assumptions() -> None:
     for name in CLASSES:
-        one = parse_class(name)
-        one.check(has_ram=True, has_disk=True)
+        parsed = parse_class(name)
+        parsed.check(has_ram=True, has_disk=True)
         sources = [
-            getattr(one, field).source for field in ("step_s", "load_bytes_per_s", "disk_read_latency_s")
+            getattr(parsed, field).source for field in ("step_s", "load_bytes_per_s", "disk_read_latency_s")
         ]
         assert all(source.startswith("assumed: ") for source in sources)
-        # From a GPU's RAM loading pays for any prompt of some length: 128 KiB a token, 8B parameters.
-        assert one.break_even_tokens(128 * 1024) < 1000
+        # Loading from RAM breaks even at short prompts: 128 KiB per token, 8B parameters.
+        assert parsed.break_even_tokens(128 * 1024) < 1000
 
 
 def test_the_page_has_every_class_with_its_numbers() -> None:
@@ -267,12 +267,12 @@ def test_a_larger_model_is_slower() -> None:
 
 
 @pytest.mark.parametrize("text", ["h100", "h100-pcie5:0B", "h100-pcie5:70", "", "../x"])
-def test_a_class_that_is_none_names_those_that_are(text: str) -> None:
+def test_an_unknown_class_names_the_known_classes(text: str) -> None:
     with pytest.raises(ConfigError, match="h100-pcie5, h200-pcie5"):
         parse_class(text)
 
 
-def test_what_cannot_be_assumed_is_said_at_once() -> None:
+def test_all_invalid_timings_are_reported_together() -> None:
     with pytest.raises(ConfigError) as error:
         Timing(machine(), 0, max_running=0, step_tokens=-1, load=math.nan, at_once=-1, deadline_s=0)
     for field in ("block_bytes", "max_running", "step_tokens", "load", "at_once", "deadline_s"):
@@ -281,7 +281,7 @@ def test_what_cannot_be_assumed_is_said_at_once() -> None:
         Timing(machine(), 1, load=2.0, at_once=3)
 
 
-def test_a_distribution_has_values_that_occur() -> None:
-    found = Distribution.of(np.arange(1.0, 11.0))
-    assert (found.mean, found.p50, found.p90, found.p99) == (5.5, 5.0, 9.0, 10.0)
+def test_percentiles_are_observed_values() -> None:
+    distribution = Distribution.of(np.arange(1.0, 11.0))
+    assert (distribution.mean, distribution.p50, distribution.p90, distribution.p99) == (5.5, 5.0, 9.0, 10.0)
     assert Distribution.of(np.zeros(0)) == Distribution(0.0, 0.0, 0.0, 0.0)

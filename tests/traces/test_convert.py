@@ -1,4 +1,4 @@
-"""``kvoffload trace convert``: the trace of each kind of source, which hides the contents of prompts."""
+"""``kvoffload trace convert``: the trace of each kind of source, and privacy of prompts."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def sessions_of(trace: Trace) -> list[int] | None:
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer whose tokens are words, line ends and the marks of a message."""
+    """Write a tokenizer whose tokens are words, line ends and message markers."""
     tokenizers = pytest.importorskip("tokenizers", reason="the library tokenizers is not installed")
     words = sorted({*SENTENCE.split(), "user", "assistant", "system", "<|im_start|>", "<|im_end|>", "\n"})
     model = tokenizers.models.WordLevel({"?": 0, **{word: 1 + i for i, word in enumerate(words)}}, "?")
@@ -73,7 +73,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ---- ids
 
 
-def test_a_converted_trace_replays_as_the_original_and_has_none_of_its_ids(tmp_path: Path) -> None:
+def test_a_converted_trace_replays_like_the_original_without_its_ids(tmp_path: Path) -> None:
     original = generate(builtin("agent", sessions=2))
     write_trace(original, tmp_path / "in.jsonl.gz")
     trace, done = converted(tmp_path / "in.jsonl.gz", "out.jsonl.zst")
@@ -107,7 +107,7 @@ def test_ids_of_contents_become_ids_of_prefixes(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 3), max_size=5), min_size=1, max_size=8), st.binary(max_size=80))
-def test_equal_prefixes_and_only_they_have_equal_ids(prompts: list[list[int]], salt: bytes) -> None:
+def test_only_equal_prefixes_have_equal_ids(prompts: list[list[int]], salt: bytes) -> None:
     keys = Keys(salt)
     prefix_of: dict[object, tuple[int, ...]] = {}
     for prompt in prompts:
@@ -144,9 +144,9 @@ def test_names_of_sessions_are_hashed(tmp_path: Path) -> None:
 # ---- recordings with ids
 
 
-def request(ids: list[Any], *, input_length: int | None = None, timestamp: Any = 0, **other: Any) -> Any:
+def request(ids: list[Any], *, input_length: int | None = None, timestamp: Any = 0, **fields: Any) -> Any:
     length = 512 * len(ids) if input_length is None else input_length
-    return {"timestamp": timestamp, "input_length": length, "output_length": 7, "hash_ids": ids, **other}
+    return {"timestamp": timestamp, "input_length": length, "output_length": 7, "hash_ids": ids, **fields}
 
 
 def test_mooncake_with_ids_of_any_kind(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_mooncake_with_ids_of_any_kind(tmp_path: Path) -> None:
     )
     trace, _ = converted(path)
     assert chains(trace) == [[0, 1, 2], [0, 1]], (
-        "negative and wide ids side by side, and the full blocks only"
+        "negative and wide ids are distinct, and only full blocks are kept"
     )
     assert trace.timestamps_ms.tolist() == [0, 1500]
     line = json.loads(path.with_name("out.jsonl").read_text().splitlines()[1])
@@ -216,9 +216,9 @@ def test_tokens_that_a_server_had_cached_survive(tmp_path: Path) -> None:
     lines = [request([1, 2], input_length=40, served_tokens=tokens) for tokens in served]
     trace, _ = converted(write(tmp_path / "in.jsonl", lines), block_tokens=16)
     write_trace(trace, tmp_path / "again.jsonl")
-    for found in (trace, read_trace(tmp_path / "again.jsonl")):
-        assert found.served_tokens is not None
-        assert {name: tokens.tolist() for name, tokens in found.served_tokens.items()} == {
+    for loaded in (trace, read_trace(tmp_path / "again.jsonl")):
+        assert loaded.served_tokens is not None
+        assert {name: tokens.tolist() for name, tokens in loaded.served_tokens.items()} == {
             "gpu": [16, 0, 16], "host": [0, 0, 16]
         }  # fmt: skip
 
@@ -243,7 +243,7 @@ def test_times_in_mixed_units_are_refused(tmp_path: Path) -> None:
     assert converted(path)[0].timestamps_ms.tolist() == [0, 2500]
 
 
-def test_whole_seconds_are_converted_when_they_are_named(tmp_path: Path) -> None:
+def test_whole_seconds_are_converted_if_specified(tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", [request([t], timestamp=t) for t in (5, 7)])
     trace, done = converted(path)
     assert trace.timestamps_ms.tolist() == [0, 2]
@@ -263,7 +263,7 @@ def test_whole_seconds_are_converted_when_they_are_named(tmp_path: Path) -> None
 def test_requests_out_of_order_keep_their_times_and_are_sorted(
     tmp_path: Path, out: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The first request's time was given to all that were earlier."""
+    """Regression: all earlier requests got the first request's time."""
     times = 1000, 400, 1700, 1600
     path = write(tmp_path / "in.jsonl", [request([t], timestamp=t) for t in times])
     done = convert(str(path), tmp_path / out, keys=Keys(b"s"))
@@ -306,8 +306,8 @@ def test_lengths_need_an_assumption(tmp_path: Path, table: str) -> None:
     assert sorted(tmp_path.iterdir()) == [path], "no partial output"
 
 
-def test_an_assumption_is_in_the_header_and_in_every_report(tmp_path: Path) -> None:
-    """It was forced into the name of the file."""
+def test_assumptions_are_in_the_header_and_in_every_report(tmp_path: Path) -> None:
+    """Regression: the assumption had to be in the file name."""
     path, page = tmp_path / "out.jsonl.gz", tmp_path / "plan.html"
     (tmp_path / "in.csv").write_text(AZURE)
     assert converted(tmp_path / "in.csv", path.name, source="lengths:continued")[1].assumed
@@ -346,8 +346,8 @@ def test_tokens_outside_whole_blocks_survive_conversion(tmp_path: Path) -> None:
     for command in (("trace", "info", path), ("replay", path, "--no-data", "--capacity", "9"),
                     ("plan", path, *sized)):  # fmt: skip
         assert sentence in kvoffload(*command).stdout, command
-        found = json.loads(kvoffload(*command, "--format", "json").stdout)
-        assert found["share_outside_blocks"] == pytest.approx(share), command
+        info = json.loads(kvoffload(*command, "--format", "json").stdout)
+        assert info["share_outside_blocks"] == pytest.approx(share), command
     again, _ = converted(path, "b.none-shared.jsonl")
     assert again.share_outside_blocks == pytest.approx(share)
     events = converted(write(tmp_path / "in.jsonl", EVENTS), "k.gap-2s.jsonl")[0]
@@ -355,11 +355,11 @@ def test_tokens_outside_whole_blocks_survive_conversion(tmp_path: Path) -> None:
     assert "whole block" not in kvoffload("trace", "info", tmp_path / "k.gap-2s.jsonl").stdout
 
 
-def test_azure_where_contexts_are_continued(tmp_path: Path) -> None:
+def test_azure_with_continued_contexts(tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_text(AZURE)
     out = "a.continued-within-600s.jsonl"
     trace, _ = converted(tmp_path / "in.csv", out, source="lengths:continued", block_tokens=16)
-    # 140 continues 128 and not 40; 90 then continues 40, which is idle for 566 s.
+    # 140 continues 128, not 40; 90 then continues 40, which was idle for 566 s.
     assert chains(trace) == [[*range(6)], [6], [*range(6), 7, 8], [6, 9, 10, 11, 12]]
     out = "a.continued-within-500s.jsonl"
     trace, _ = converted(tmp_path / "in.csv", out, source="lengths:continued,within_s=500", block_tokens=16)
@@ -370,8 +370,8 @@ def test_burst_by_its_sessions(tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_text(BURST)
     out = "b.sessions-within-600s.jsonl"
     trace, _ = converted(tmp_path / "in.csv", out, source="lengths:sessions", block_tokens=16)
-    # The fourth is shorter than the context before it, and begins anew; the fifth continues it. The last one
-    # is as long as its context: it asks again what was answered.
+    # The fourth request is shorter than the previous context, and starts a new one; the fifth continues it.
+    # The last is as long as its context: it repeats the answered prompt.
     assert chains(trace) == [[0, 1], [2, 3], [0, 1, 4, 5], [6, 7], [6, 7, 8], [2, 3, 9]]
     assert trace.timestamps_ms.tolist() == [0, 4000, 40_500, 55_000, 65_000, 75_000]
     assert sessions_of(trace) == [0, 1, 0, 0, 0, 1]
@@ -397,7 +397,7 @@ BAD_ROWS = {
 
 
 @pytest.mark.parametrize(("row", "reason"), BAD_ROWS.values(), ids=BAD_ROWS)
-def test_a_bad_row_is_named_or_skipped(tmp_path: Path, row: str, reason: str) -> None:
+def test_an_invalid_row_is_named_or_skipped(tmp_path: Path, row: str, reason: str) -> None:
     (tmp_path / "in.csv").write_text(BURST + row + "\n")
     out = "b.none-shared.jsonl"
     with pytest.raises(TraceError) as error:
@@ -449,13 +449,13 @@ def test_sharegpt(tmp_path: Path, tokenizer: Path, form: str) -> None:
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert sorted({line["input_length"] for line in lines[1:]}) == [21, 44]
     assert sorted(np.diff(trace.offsets).tolist()) == [5] * 5 + [11] * 5
-    # The numbers are one unknown word, so all five conversations are one text.
+    # Numbers are unknown words, so all five conversations have the same tokens.
     assert trace.unique_blocks == 11
     assert sorted(trace.output_tokens.tolist()) == [3] * 5 + [14] * 5
     times = trace.timestamps_ms.tolist()
     assert times == sorted(times)
     assert times[0] == 0
-    # Equal texts, and yet five conversations.
+    # Equal texts remain five conversations.
     assert trace.sessions is not None
     assert np.bincount(trace.sessions).tolist() == [2] * 5
     assert "Sessions are named by the recording." in kvoffload("trace", "info", out).stdout
@@ -526,7 +526,7 @@ BAD_TEXTS = {
 
 
 @pytest.mark.parametrize(("bad", "reason"), BAD_TEXTS.values(), ids=BAD_TEXTS)
-def test_bad_text_is_named_or_skipped(tmp_path: Path, tokenizer: Path, bad: Any, reason: str) -> None:
+def test_invalid_text_is_named_or_skipped(tmp_path: Path, tokenizer: Path, bad: Any, reason: str) -> None:
     path = write(tmp_path / "in.jsonl", [{"prompt": SENTENCE}, bad, {"prompt": SENTENCE}])
     options: Any = {"source": "text:60", "tokenizer": tokenizer}
     with pytest.raises(TraceError) as error:
@@ -561,11 +561,11 @@ def test_token_ids(tmp_path: Path) -> None:
 
 @given(st.lists(st.dictionaries(st.text(max_size=9), st.text(max_size=40)), max_size=9), st.booleans())
 def test_elements_of_an_array_are_found_in_any_layout(
-    tmp_path_factory: pytest.TempPathFactory, found: list[dict[str, str]], pretty: bool
+    tmp_path_factory: pytest.TempPathFactory, values: list[dict[str, str]], pretty: bool
 ) -> None:
     path = tmp_path_factory.mktemp("array") / "in.json"
-    path.write_text(json.dumps(found, indent=1 if pretty else None, ensure_ascii=False), "utf-8")
-    assert [json.loads(text) for _, text in elements(path)] == found
+    path.write_text(json.dumps(values, indent=1 if pretty else None, ensure_ascii=False), "utf-8")
+    assert [json.loads(text) for _, text in elements(path)] == values
 
 
 def test_a_large_array_is_read_in_little_memory(tmp_path: Path) -> None:
@@ -578,7 +578,7 @@ def test_a_large_array_is_read_in_little_memory(tmp_path: Path) -> None:
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert most < 3_000_000, "of 10 million characters"
+    assert most < 3_000_000, "less than 3 MB for 10 million characters"
 
 
 def test_invalid_json_is_not_read_to_its_end(tmp_path: Path) -> None:
@@ -610,11 +610,11 @@ TIMES = {
 
 
 @pytest.mark.parametrize("value", TIMES)
-def test_times(value: object) -> None:
+def test_valid_times(value: object) -> None:
     assert seconds_of("t", value) == pytest.approx(TIMES[value], abs=1e-6)  # type: ignore[index]
 
 
-# The last three numbers would be microseconds, nanoseconds, and more than a float holds.
+# The last three numbers are microseconds, nanoseconds, and too large for a float.
 NO_TIMES = [
     *("noon", "2026-13-01 00:00:00", -1, True, float("nan"), "inf", [], None),
     *(1767225600123456, "1767225600123456789", 10**400),
@@ -622,7 +622,7 @@ NO_TIMES = [
 
 
 @pytest.mark.parametrize("value", NO_TIMES)
-def test_what_is_no_time(value: object) -> None:
+def test_invalid_times(value: object) -> None:
     with pytest.raises(BadLineError, match="field t: "):
         seconds_of("t", value)
 
@@ -630,9 +630,9 @@ def test_what_is_no_time(value: object) -> None:
 # ---- KV events
 
 
-def stored(hashes: list[Any], parent: Any, **other: Any) -> dict[str, Any]:
+def stored(hashes: list[Any], parent: Any, **fields: Any) -> dict[str, Any]:
     return {"type": "BlockStored", "block_hashes": hashes, "parent_block_hash": parent,
-            "token_ids": [0] * 16 * len(hashes), "block_size": 16, "lora_id": None, **other}  # fmt: skip
+            "token_ids": [0] * 16 * len(hashes), "block_size": 16, "lora_id": None, **fields}  # fmt: skip
 
 
 def removed(*hashes: Any) -> dict[str, Any]:
@@ -641,11 +641,11 @@ def removed(*hashes: Any) -> dict[str, Any]:
 
 EVENTS = [
     [100.0, [stored(["a", "b"], None), stored(["x"], None)], 0],
-    # A second part of the first prompt, and two generated blocks.
+    # The second part of the first prompt, and two generated blocks.
     [100.5, [stored(["c", "d"], "b")], 0],
     [101.0, [stored(["e"], "d"), stored(["q"], None, medium="CPU"), stored(["r"], None, group_idx=1)], 0],
     [101.9, [stored(["f"], "e")], 0],
-    # Another one that begins with a and b; then the next turn of the first, nine seconds later.
+    # Another prompt that begins with a and b; then the next turn of the first prompt, nine seconds later.
     [102.0, [stored(["g"], "b")], 0],
     [111.0, [stored(["h", "i"], "f")], 0],
     [120.0, [removed("i", "h", "f"), {"type": "AllBlocksCleared"}], 0],
@@ -717,7 +717,7 @@ BAD_EVENTS = {
 
 
 @pytest.mark.parametrize(("bad", "reason"), BAD_EVENTS.values(), ids=BAD_EVENTS)
-def test_bad_kv_events_are_named_or_skipped(tmp_path: Path, bad: Any, reason: str) -> None:
+def test_invalid_kv_events_are_named_or_skipped(tmp_path: Path, bad: Any, reason: str) -> None:
     path = write(tmp_path / "in.jsonl", [EVENTS[0], bad])
     with pytest.raises(TraceError) as error:
         converted(path, "k.gap-2s.jsonl")
@@ -727,7 +727,7 @@ def test_bad_kv_events_are_named_or_skipped(tmp_path: Path, bad: Any, reason: st
 
 @pytest.fixture
 def publisher() -> Iterator[Callable[[list[tuple[int, Any]]], str]]:
-    """A publisher of numbered batches, as vLLM's."""
+    """A publisher of numbered batches, like vLLM's."""
     zmq = pytest.importorskip("zmq", reason="the library pyzmq is not installed")
     over, threads = Event(), []
     context = zmq.Context()
@@ -818,7 +818,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 def test_only_a_regular_file_is_replaced(tmp_path: Path) -> None:
-    """Root replaced the device /dev/null."""
+    """Regression: root replaced the device /dev/null."""
     source, out = write(tmp_path / "in.jsonl", BAILIAN), tmp_path / "out.jsonl"
     os.mkfifo(out)
     for place in (out, tmp_path):
@@ -856,7 +856,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("arguments", "message"), MISTAKES.values(), ids=MISTAKES)
-def test_mistakes_are_one_clear_line(tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_mistakes_are_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
     source, *options = arguments
     done = kvoffload("trace", "convert", source, tmp_path / "out.jsonl", *options)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"kvoffload: {message}\n")
@@ -896,7 +896,7 @@ def test_all_missing_options_are_reported_with_the_complete_command(
     problems: list[str],
     command: str,
 ) -> None:
-    """ShareGPT needed three refusals."""
+    """Regression: ShareGPT needed three attempts."""
     pytest.importorskip("tokenizers", reason="the library tokenizers is not installed")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in.json").write_text(json.dumps([sharegpt(0)]))
@@ -931,7 +931,7 @@ def test_the_complete_command_converts(
     assert read_trace(tmp_path / "in.jsonl.zst").name == "in (assumed: paced-60-per-minute)"
 
 
-def test_an_impossible_address_is_one_clear_line(tmp_path: Path) -> None:
+def test_an_invalid_address_is_a_one_line_error(tmp_path: Path) -> None:
     pytest.importorskip("zmq", reason="the library pyzmq is not installed")
     done = kvoffload("trace", "convert", "tcp://nowhere", tmp_path / "k.gap-2s.jsonl")
     assert (done.returncode, done.stdout) == (2, "")
@@ -995,7 +995,9 @@ def test_a_recording_is_converted_in_constant_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.trace
-def test_a_recorded_trace_stays_the_same(tmp_path: Path, recorded_trace_path: Callable[[str], Path]) -> None:
+def test_a_recorded_trace_is_unchanged_by_conversion(
+    tmp_path: Path, recorded_trace_path: Callable[[str], Path]
+) -> None:
     path = recorded_trace_path("conversation_first60")
     original = read_trace(path)
     convert(str(path), tmp_path / "out.jsonl")

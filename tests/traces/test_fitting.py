@@ -1,4 +1,4 @@
-"""Working set, likeness to workloads, and fitted workloads of traces."""
+"""Working sets of traces, resemblance to workloads, and fitted workloads."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SMALL: dict[str, dict[str, Any]] = {
 
 
 def made(requests: list[list[int]], times: list[int]) -> Trace:
-    """A trace of these codes, which must be dense and in order of appearance."""
+    """Make a trace of codes, which must be dense and in order of appearance."""
     refs = [code for request in requests for code in request]
     return Trace(
         "made", 512, np.arange(len(set(refs))), np.array(refs, np.int32),
@@ -58,10 +58,12 @@ def test_a_working_set_of_the_longest_times_that_a_file_may_have() -> None:
 
 
 @given(st.sampled_from(sorted(BUILTIN)), st.integers(1, 20), st.integers(1, 10), st.integers(0, 9))
-def test_a_working_set_is_what_sets_say(name: str, parts: int, sessions: int, seed: int) -> None:
+def test_a_working_set_equals_a_computation_with_sets(
+    name: str, parts: int, sessions: int, seed: int
+) -> None:
     trace = generate(builtin(name, sessions=sessions, seed=seed))
     times = trace.timestamps_ms - trace.timestamps_ms.min()
-    seen: set[int] = set()
+    known: set[int] = set()
     periods = working_set(trace, parts)
     assert len(periods) == (parts if times.max() else 1)
     for number, period in enumerate(periods):
@@ -76,42 +78,42 @@ def test_a_working_set_is_what_sets_say(name: str, parts: int, sessions: int, se
         ]
         assert (period.requests, period.block_refs) == (len(inside), len(refs))
         assert period.different_blocks == len(set(refs))
-        assert period.new_blocks == len(set(refs) - seen)
-        seen |= set(refs)
+        assert period.new_blocks == len(set(refs) - known)
+        known |= set(refs)
 
 
-def test_a_working_set_of_nothing() -> None:
+def test_a_working_set_of_an_empty_trace() -> None:
     assert working_set(made([], [])) == []
 
 
-# ---- likeness
+# ---- resemblance
 
 
 @pytest.mark.parametrize("name", sorted(BUILTIN))
 @pytest.mark.parametrize("seed", [3, 4])
-def test_a_workload_with_other_dice_is_most_like_itself(name: str, seed: int) -> None:
-    nearest, *others = resemblance(generate(builtin(name, seed=seed))).items()
+def test_a_workload_with_another_seed_resembles_itself_most(name: str, seed: int) -> None:
+    nearest, *farther = resemblance(generate(builtin(name, seed=seed))).items()
     assert nearest[0] == name
     assert nearest[1] < 1.2
-    assert all(far > 1.5 for _, far in others)
+    assert all(far > 1.5 for _, far in farther)
 
 
 @pytest.mark.parametrize("name", sorted(BUILTIN))
-def test_small_blocks_are_made_large_ones(name: str) -> None:
+def test_small_blocks_are_merged_into_large_blocks(name: str) -> None:
     """Merged small blocks equal blocks that were generated large."""
     small = generate(builtin(name, **SMALL[name], block_tokens=64))
     large = generate(builtin(name, **SMALL[name], block_tokens=512))
-    found = comparable(small)
+    merged = comparable(small)
     for attribute in ("refs", "offsets", "timestamps_ms", "output_tokens"):
-        assert np.array_equal(getattr(found, attribute), getattr(large, attribute)), attribute
-    assert found.refs.dtype == np.int32
-    assert len(found.block_ids) == found.unique_blocks == large.unique_blocks
-    assert found.block_tokens == 512
+        assert np.array_equal(getattr(merged, attribute), getattr(large, attribute)), attribute
+    assert merged.refs.dtype == np.int32
+    assert len(merged.block_ids) == merged.unique_blocks == large.unique_blocks
+    assert merged.block_tokens == 512
     assert comparable(large) is large
     assert comparable(generate(builtin(name, sessions=2, block_tokens=100))).block_tokens == 500
 
 
-def test_a_distance_is_a_factor() -> None:
+def test_distances_are_factors() -> None:
     assert distance({"a": 2.0, "b": 1.0}, {"a": 2.0, "b": 1.0}) == 1.0
     assert distance({"a": 2.0, "b": 1.0}, {"a": 1.0, "b": 2.0}) == pytest.approx(2.0)
     assert distance({"a": 4.0, "b": 1.0}, {"a": 1.0, "b": 1.0}) == pytest.approx(2.0)
@@ -138,25 +140,25 @@ STRANGE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(STRANGE))
-def test_a_workload_with_other_parameters_is_found_again(name: str) -> None:
-    """A fit is nearer than the preset, in features and in LRU hits."""
+def test_parameters_of_a_generated_workload_are_recovered(name: str) -> None:
+    """The fit is nearer to the trace than the preset, in features and in LRU hits."""
     trace = generate(builtin(name, **STRANGE[name], seed=11))
-    found = fit(trace, name)
+    fitted = fit(trace, name)
     preset = distance(features(describe(trace)), features(describe(generate(BUILTIN[name]))))
-    assert found.distance < 1.25
-    assert found.distance < 1 + (preset - 1) / 2
-    again = generate(found.workload)
+    assert fitted.distance < 1.25
+    assert fitted.distance < 1 + (preset - 1) / 2
+    again = generate(fitted.workload)
     for percent in (2, 5, 10, 20):
         ratios = [
-            Replay(one, ReplayConfig(one.unique_blocks * percent // 100)).run().prefix_hit_blocks
-            / one.block_refs
-            for one in (trace, again)
+            Replay(each, ReplayConfig(each.unique_blocks * percent // 100)).run().prefix_hit_blocks
+            / each.block_refs
+            for each in (trace, again)
         ]
-        # Sessions are few, and a trace of the same parameters and other dice is as far off.
+        # There are few sessions: a trace with the same parameters and another seed differs as much.
         assert ratios[0] == pytest.approx(ratios[1], abs=0.15), percent
 
 
-def test_too_little_is_refused() -> None:
+def test_recordings_that_are_too_short_are_refused() -> None:
     with pytest.raises(TraceError, match="made: too small to fit: 20 requests at different times"):
         fit(made([[0]] * 19, list(range(19))), "chat")
     with pytest.raises(TraceError, match="too small to fit"):
@@ -176,17 +178,17 @@ ODD = {
 @pytest.mark.parametrize(
     ("name", "odd"), [*(("chat", odd) for odd in ODD), ("rag", "no reuse"), ("agent", "one block")]
 )
-def test_odd_recordings_have_some_fit(name: str, odd: str) -> None:
+def test_odd_recordings_can_be_fitted(name: str, odd: str) -> None:
     requests, times = ODD[odd]
     codes: dict[int, int] = {}
-    dense = [[codes.setdefault(one, len(codes)) for one in request] for request in requests]
-    found = fit(made(dense, times), name)
-    assert found.distance >= 1
-    assert generate(found.workload).requests > 0
+    dense = [[codes.setdefault(block, len(codes)) for block in request] for request in requests]
+    fitted = fit(made(dense, times), name)
+    assert fitted.distance >= 1
+    assert generate(fitted.workload).requests > 0
 
 
 @pytest.mark.slow
-def test_what_the_command_prints_generates_the_workload(tmp_path: Path) -> None:
+def test_the_printed_command_generates_the_workload(tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl"
     write_trace(generate(builtin("chat", sessions=80, sessions_per_minute=3, seed=2)), path)
     done = kvoffload("trace", "fit", path)
@@ -198,15 +200,15 @@ def test_what_the_command_prints_generates_the_workload(tmp_path: Path) -> None:
     *arguments, output = shlex.split(line)[1:]
     assert output == "like-chat.jsonl.zst"
     assert kvoffload(*arguments, tmp_path / output).returncode == 0
-    found, wanted = load_trace(tmp_path / output), generate(fit(load_trace(path), "chat").workload)
-    assert np.array_equal(found.refs, wanted.refs)
-    assert np.array_equal(found.timestamps_ms, wanted.timestamps_ms)
+    generated, wanted = load_trace(tmp_path / output), generate(fit(load_trace(path), "chat").workload)
+    assert np.array_equal(generated.refs, wanted.refs)
+    assert np.array_equal(generated.timestamps_ms, wanted.timestamps_ms)
     recorded = [row["lru_recorded"] for row in as_json["hit_ratios"]]
     info = json.loads(kvoffload("trace", "info", path, "--format", "json").stdout)
     assert recorded == [row["lru_prefix_hit_ratio"] for row in info["optimum"]]
 
 
-def test_a_wrong_name_is_one_clear_line() -> None:
+def test_an_unknown_workload_is_a_one_line_error() -> None:
     done = kvoffload("trace", "fit", "chat", "--like", "chad")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "kvoffload: workload: 'chad' is invalid; allowed: agent, chat, rag\n"

@@ -36,15 +36,15 @@ from support.run_cli import kvoffload
 SUFFIXES = ["", ".gz", ".xz", ".zst"]
 
 
-def line(ids: list[object], *, input_length: object = None, timestamp: object = 0, **other: object) -> str:
+def line(ids: list[object], *, input_length: object = None, timestamp: object = 0, **fields: object) -> str:
     length = 512 * len(ids) if input_length is None else input_length
     request = {"timestamp": timestamp, "input_length": length, "output_length": 7, "hash_ids": ids}
-    return json.dumps({**request, **other})
+    return json.dumps({**request, **fields})
 
 
 @pytest.fixture
 def chat(tmp_path: Path) -> Callable[..., Path]:
-    """Writes lines into a file named chat.jsonl."""
+    """Return a function that writes lines into chat.jsonl."""
 
     def write(*lines: str | bytes) -> Path:
         path = tmp_path / "chat.jsonl"
@@ -55,13 +55,13 @@ def chat(tmp_path: Path) -> Callable[..., Path]:
 
 
 def chains(trace: Trace) -> list[list[int]]:
-    """The ids of each request."""
-    return [part.tolist() for part in np.split(trace.block_ids[trace.refs], trace.offsets[1:-1])]
+    """Return the ids of each request."""
+    return [ids.tolist() for ids in np.split(trace.block_ids[trace.refs], trace.offsets[1:-1])]
 
 
-def assert_equal(one: Trace, other: Trace) -> None:
+def assert_equal(actual: Trace, expected: Trace) -> None:
     for name in ("refs", "offsets", "timestamps_ms", "output_tokens"):
-        left, right = getattr(one, name), getattr(other, name)
+        left, right = getattr(actual, name), getattr(expected, name)
         assert left.dtype == right.dtype, name
         assert np.array_equal(left, right), name
 
@@ -129,7 +129,9 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize(("bad", "reason"), BAD_LINES.values(), ids=BAD_LINES)
-def test_a_bad_line_is_named_or_skipped(chat: Callable[..., Path], bad: str | bytes, reason: str) -> None:
+def test_an_invalid_line_is_named_or_skipped(
+    chat: Callable[..., Path], bad: str | bytes, reason: str
+) -> None:
     path = chat(line([10, 11]), "", bad, line([10, 12]))
     with pytest.raises(TraceError) as error:
         read_trace(path)
@@ -167,7 +169,7 @@ def test_ids_of_any_kind_are_distinct(chat: Callable[..., Path]) -> None:
     assert chains(trace) == [[1, -1, -2, -3, -4, -5, -6, -7], [1, -1, -2, -3, -8], [2]]
 
 
-def test_numbered_ids_and_negative_ones_do_not_mix(chat: Callable[..., Path]) -> None:
+def test_numbered_and_negative_ids_do_not_collide(chat: Callable[..., Path]) -> None:
     path = chat(line([5, 2**63]), line([6, -1]))
     for skip in (False, True):
         with pytest.raises(TraceError, match="negative ids mixed with ids that are not 64-bit numbers"):
@@ -211,7 +213,7 @@ def pipe() -> Iterator[str]:
 
 
 def test_a_pipe_is_read_once(pipe: str) -> None:
-    """What looks into a file before it is read would take lines from a pipe."""
+    """Any look into the file before reading would consume lines of the pipe."""
     assert not is_recording(Path(pipe))
     assert not has_tokens(pipe)
     with pytest.raises(ConfigError, match="from: missing; the format of a pipe cannot be detected"):
@@ -244,7 +246,7 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("name", UNREADABLE)
-def test_an_unreadable_file_is_one_clear_error(tmp_path: Path, name: str) -> None:
+def test_an_unreadable_file_is_one_error(tmp_path: Path, name: str) -> None:
     content, reason = UNREADABLE[name]
     if content is not None:
         (tmp_path / name).write_bytes(content)
@@ -258,7 +260,7 @@ def test_a_directory_is_refused(tmp_path: Path) -> None:
         read_trace(tmp_path)
 
 
-def test_a_file_without_a_good_line_is_an_error_even_when_skipping(chat: Callable[..., Path]) -> None:
+def test_a_file_without_a_valid_line_is_an_error_even_when_skipping(chat: Callable[..., Path]) -> None:
     path = chat("{", "}")
     with pytest.raises(TraceError) as error:
         read_trace(path, skip_bad_lines=True)
@@ -287,7 +289,7 @@ def test_a_file_of_another_kind_is_an_error(tmp_path: Path, suffix: str) -> None
         read_trace(path)
 
 
-def test_zstd_frames_one_after_the_other_are_one_file(tmp_path: Path) -> None:
+def test_consecutive_zstd_frames_are_one_file(tmp_path: Path) -> None:
     path = tmp_path / "two.jsonl.zst"
     path.write_bytes(b"".join(COMPRESS[".zst"](line([i]).encode() + b"\n") for i in (1, 2)))
     assert chains(read_trace(path)) == [[1], [2]]
@@ -340,7 +342,7 @@ def test_a_file_without_hints_has_none(chat: Callable[..., Path], tmp_path: Path
     )
 
 
-def test_tokens_outside_whole_blocks_are_counted_and_written_back(
+def test_tokens_outside_full_blocks_are_counted_and_written_back(
     chat: Callable[..., Path], tmp_path: Path
 ) -> None:
     lines = [line([1, 2], input_length=1000, timestamp=5), "{", line([], input_length=24), line([3])]
@@ -355,8 +357,8 @@ def test_tokens_outside_whole_blocks_are_counted_and_written_back(
     assert again.prompt_tokens.tolist() == [24, 512, 1000]
 
 
-def test_a_file_of_whole_blocks_has_no_lengths_of_prompts(chat: Callable[..., Path]) -> None:
-    """As conversions of KV events and generated workloads, whose sources have no token counts."""
+def test_a_file_of_full_blocks_has_no_prompt_lengths(chat: Callable[..., Path]) -> None:
+    """Such as conversions of KV events and generated workloads, whose sources have no token counts."""
     trace = read_trace(chat(line([1, 2]), line([1])))
     assert (trace.prompt_tokens, trace.share_outside_blocks) == (None, None)
 
@@ -372,7 +374,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize(("fields", "values", "sessions"), NAMES.values(), ids=NAMES)
-def test_sessions_that_a_recording_names(
+def test_named_sessions(
     chat: Callable[..., Path],
     tmp_path: Path,
     fields: list[str],
@@ -397,7 +399,7 @@ def test_a_chat_and_its_descendants_are_one_session(chat: Callable[..., Path]) -
     assert trace.of_requests(np.array([3, 4])).sessions.tolist() == [0, 2]  # type: ignore[union-attr]
 
 
-def test_the_session_of_a_recording_stays_with_its_request(chat: Callable[..., Path]) -> None:
+def test_sessions_are_sorted_with_their_requests(chat: Callable[..., Path]) -> None:
     late = line([3], timestamp=9, session="b")
     lines = [late, "{", line([1], session="a"), line([2], timestamp=5, session="b"), line([1, 1])]
     trace = read_trace(chat(*lines), skip_bad_lines=True)
@@ -430,14 +432,14 @@ def test_hints_of_skipped_lines_are_skipped(chat: Callable[..., Path]) -> None:
 )
 def test_written_hints_are_read_back(tmp_path_factory: pytest.TempPathFactory, hints: list[Hints]) -> None:
     trace = generate(builtin("chat", sessions=6))
-    said = [hints[i % len(hints)] for i in range(trace.requests)]
-    trace = dataclasses.replace(trace, hints=TraceHints.of(said))
+    written = [hints[i % len(hints)] for i in range(trace.requests)]
+    trace = dataclasses.replace(trace, hints=TraceHints.of(written))
     path = tmp_path_factory.mktemp("hints") / "trace.jsonl"
     write_trace(trace, path)
     again = read_trace(path)
     assert_equal(again, trace)
-    assert [again.hints_of(i) for i in range(trace.requests)] == said
-    assert (again.hints is None) == all(one == NO_HINTS for one in said)
+    assert [again.hints_of(i) for i in range(trace.requests)] == written
+    assert (again.hints is None) == all(hint == NO_HINTS for hint in written)
 
 
 @given(
@@ -459,12 +461,12 @@ def test_any_generated_trace_is_chained(
 def test_progress_grows_to_one(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"chat.jsonl{suffix}"
     write_trace(generate(builtin("chat")), path)
-    told: list[float] = []
-    read_trace(path, progress=told.append)
-    assert told == sorted(told)
-    assert len(told) > 5
-    assert told[0] >= 0
-    assert told[-1] == 1.0
+    shares: list[float] = []
+    read_trace(path, progress=shares.append)
+    assert shares == sorted(shares)
+    assert len(shares) > 5
+    assert shares[0] >= 0
+    assert shares[-1] == 1.0
 
 
 @pytest.mark.trace
@@ -489,7 +491,7 @@ def test_recorded_traces(
     assert (trace.block_refs, trace.unique_blocks) == (block_refs, unique_blocks)
 
 
-def test_a_new_file_is_a_new_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_module_adds_a_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new format needs one file only."""
     (tmp_path / "lengths.py").write_text(
         "from kvoffload.traces.format import TraceFormat\n"
@@ -515,8 +517,8 @@ def test_a_new_file_is_a_new_format(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         read_trace(file)
 
 
-def header(block_tokens: object, **other: object) -> str:
-    return json.dumps({"kvoffload_trace": 1, "block_tokens": block_tokens, **other})
+def header(block_tokens: object, **fields: object) -> str:
+    return json.dumps({"kvoffload_trace": 1, "block_tokens": block_tokens, **fields})
 
 
 def test_the_header_has_the_block_size(chat: Callable[..., Path]) -> None:
@@ -539,7 +541,7 @@ def test_the_assumption_is_part_of_the_name(chat: Callable[..., Path]) -> None:
         line([3, 2], input_length=32),
     )
     joined = read_trace(chat(*lines, *lines[:1], *other), skip_bad_lines=True)
-    assert joined.name == "chat (assumed: no reuse, turns)", "also after lines were left out"
+    assert joined.name == "chat (assumed: no reuse, turns)", "also after skipped lines"
     assert (chains(joined), joined.skipped_lines) == ([[1], [2]], 2)
 
 
@@ -555,7 +557,7 @@ WRONG_HEADERS = {
 
 
 @pytest.mark.parametrize("name", WRONG_HEADERS)
-def test_a_wrong_header_is_named(chat: Callable[..., Path], name: str) -> None:
+def test_an_invalid_header_is_named(chat: Callable[..., Path], name: str) -> None:
     lines, number, reason = WRONG_HEADERS[name]
     path = chat(*lines)
     with pytest.raises(TraceError) as error:
@@ -570,20 +572,20 @@ def test_unordered_lines_are_sorted_by_time(chat: Callable[..., Path]) -> None:
         line([7, 2], timestamp=2500),
         line([4], timestamp=1000, tenant="c"),
     ]
-    said = json.dumps({"kvoffload_trace": 1, "block_tokens": 512, "in_order": False})
-    trace = read_trace(chat(said, *lines[:2], lines[3]))
+    header_line = json.dumps({"kvoffload_trace": 1, "block_tokens": 512, "in_order": False})
+    trace = read_trace(chat(header_line, *lines[:2], lines[3]))
     assert chains(trace) == [[1], [4], [1, 2]]
     assert trace.refs.tolist() == [0, 1, 0, 2], "codes follow the first appearance in time"
     assert trace.timestamps_ms.tolist() == [1000, 1000, 3000]
     assert [trace.hints_of(request).tenant for request in range(3)] == ["a", "c", "b"]
-    path = chat(said, *lines)
+    path = chat(header_line, *lines)
     with pytest.raises(TraceError, match=r":2: field hash_ids\[1\]: id 2 follows id 1 here, .* 7 in line 4$"):
         read_trace(path)
     trace = read_trace(path, skip_bad_lines=True)
-    assert (chains(trace), trace.skipped_lines) == ([[1], [4], [7, 2]], 1), "the earlier one is believed"
+    assert (chains(trace), trace.skipped_lines) == ([[1], [4], [7, 2]], 1), "the earlier header applies"
 
 
-def test_a_line_without_end_is_refused_before_it_fills_the_memory(
+def test_an_endless_line_is_refused_before_it_fills_the_memory(
     chat: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvoffload.traces.lines.LONGEST_LINE", 1 << 20)
@@ -593,33 +595,33 @@ def test_a_line_without_end_is_refused_before_it_fills_the_memory(
     assert read_trace(chat(line([1]), " " * ((1 << 20) - 1))).requests == 1
 
 
-def test_whole_seconds_are_not_taken_for_milliseconds(chat: Callable[..., Path]) -> None:
-    """A recording of five minutes lasted 0.3 s, and a plan of it bought nothing."""
+def test_whole_seconds_are_not_read_as_milliseconds(chat: Callable[..., Path]) -> None:
+    """Regression: a recording of five minutes lasted 0.3 s, and a plan bought nothing."""
     path = str(chat(*(line([number], timestamp=number) for number in range(300))))
     with pytest.raises(TraceError, match="300 requests in 299 ms are 1,003 a second; give --time-unit s if"):
         load_trace(path)
     assert load_trace(path, time_unit="s").timestamps_ms[-1] == 299_000
     assert load_trace(path, time_unit="ms").timestamps_ms[-1] == 299
     few = chat(*(line([number], timestamp=number) for number in range(99)))
-    assert load_trace(few).timestamps_ms[-1] == 98, "too few for a rate"
+    assert load_trace(few).timestamps_ms[-1] == 98, "too few requests to estimate a rate"
     fractions = chat(line([1], timestamp=0.5), line([2], timestamp=3.5))
     with pytest.raises(ConfigError, match=r"time-unit: 'ms' is invalid; the times of .* are in s"):
         load_trace(fractions, time_unit="ms")
-    said = json.dumps({"kvoffload_trace": 1, "block_tokens": 512})
-    sure = chat(said, *(line([number], timestamp=number) for number in range(300)))
+    header_line = json.dumps({"kvoffload_trace": 1, "block_tokens": 512})
+    sure = chat(header_line, *(line([number], timestamp=number) for number in range(300)))
     assert load_trace(sure).timestamps_ms[-1] == 299
     with pytest.raises(ConfigError, match="are in ms"):
         load_trace(sure, time_unit="s")
 
 
 def _in_seconds(trace: Trace, path: Path) -> Path:
-    """Write a trace without a header, with whole seconds for times."""
+    """Write a trace without a header, with times in whole seconds."""
     write_trace(dataclasses.replace(trace, timestamps_ms=trace.timestamps_ms // 1000), path)
     return path
 
 
 def test_seconds_are_recognised_by_answers_that_would_be_too_fast(tmp_path: Path) -> None:
-    """At less than one request per second, a log of 45 minutes lasted 2.7 s, and a plan bought nothing."""
+    """Regression: with few requests per second, a log of 45 minutes lasted 2.7 s; a plan bought nothing."""
     chat = generate(builtin("chat", sessions=400, sessions_per_minute=9))
     path = _in_seconds(chat, tmp_path / "log.jsonl")
     why = r"read as ms, conversations go on so soon that answers are generated at [\d,]+ tokens a second"
@@ -647,13 +649,13 @@ def test_the_times_of_recordings_are_plausible(
 ) -> None:
     whole = load_trace(recorded_trace_path(name))
     assert whole.warnings == []
-    # Parts are short enough to be checked by their answers.
+    # The stretches are short enough for the check by answers.
     for first in range(0, whole.requests - 1000, whole.requests // 3):
-        part = whole.of_requests(np.arange(first, first + 1000))
-        write_trace(part, tmp_path / "part.jsonl")
+        stretch = whole.of_requests(np.arange(first, first + 1000))
+        write_trace(stretch, tmp_path / "part.jsonl")
         assert load_trace(tmp_path / "part.jsonl").warnings == []
         with pytest.raises(TraceError, match="give --time-unit s if"):
-            load_trace(_in_seconds(part, tmp_path / "seconds.jsonl"))
+            load_trace(_in_seconds(stretch, tmp_path / "seconds.jsonl"))
 
 
 def test_many_requests_in_less_than_a_minute_are_reported_if_ms_are_assumed(
@@ -671,10 +673,10 @@ def test_many_requests_in_less_than_a_minute_are_reported_if_ms_are_assumed(
     assert assumed.warnings
 
 
-def test_lines_out_of_order_without_notice_are_sorted_with_a_warning(
+def test_unannounced_lines_out_of_order_are_sorted_with_a_warning(
     chat: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Logs of two servers, one behind the other, were replayed in the order of the file."""
+    """Regression: concatenated logs of two servers were replayed in the order of the file."""
     path = chat(*(line([number], timestamp=time) for number, time in enumerate((10, 30, 50, 20, 40, 60))))
     trace = read_trace(path)
     assert trace.timestamps_ms.tolist() == [10, 20, 30, 40, 50, 60]
@@ -695,7 +697,7 @@ def test_another_block_size_is_written_and_read(tmp_path: Path, suffix: str) -> 
     write_trace(trace, path)
     assert_equal(read_trace(path), trace)
     assert read_trace(path).block_tokens == block_tokens_of(path) == 48
-    assert block_tokens_of(path, 16) == 16, "what was given; to read it so is refused"
+    assert block_tokens_of(path, 16) == 16, "the given value; reading with it is refused"
 
 
 def test_block_tokens_without_a_header(chat: Callable[..., Path]) -> None:

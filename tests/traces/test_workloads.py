@@ -1,4 +1,4 @@
-"""Built-in workloads: equal bytes everywhere, effects of parameters, likeness to recordings."""
+"""Built-in workloads: equal bytes on every machine, effects of parameters, resemblance to recordings."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def lengths(trace: Trace) -> list[int]:
 
 
 def plain(**parameters: Any) -> Workload:
-    """A workload without chance in its lengths: 10 tokens of prompt, 20 first, 5 a turn, 5 an answer."""
+    """A workload with constant lengths: prompt 10 tokens, first message 20, later messages 5, answers 5."""
     usual: dict[str, Any] = {
         "sessions": 20,
         "sessions_per_minute": 1,
@@ -66,17 +66,17 @@ def test_a_turn_adds_answer_and_message() -> None:
     assert trace.timestamps_ms.tolist() == sorted(trace.timestamps_ms.tolist())
 
 
-def test_turns_are_the_mean_whatever_their_shape() -> None:
+def test_turns_have_the_same_mean_for_every_shape() -> None:
     for shape in (3, 1000):
         trace = generate(plain(sessions=4000, turns=2.5, turns_shape=shape))
         assert trace.requests / 4000 == pytest.approx(2.5, rel=0.05)
     assert generate(plain(turns=1)).requests == 20
 
 
-def test_the_shared_prompt_is_all_that_single_turns_share() -> None:
+def test_single_turns_share_only_the_prompt() -> None:
     trace = generate(plain(turns=1))
     assert trace.unique_blocks == 10 + 20 * 20
-    # Three prompts, the first one most often.
+    # Three prompts; the first is the most frequent.
     trace = generate(plain(turns=1, sessions=600, shared_prompts=3))
     roots = np.bincount(trace.refs[trace.offsets[:-1]])
     assert sorted(roots[roots > 0].tolist()) == pytest.approx(
@@ -84,14 +84,14 @@ def test_the_shared_prompt_is_all_that_single_turns_share() -> None:
     )
 
 
-def test_documents_stand_between_prompt_and_message() -> None:
+def test_documents_are_between_prompt_and_message() -> None:
     documents = {"documents": 1, "documents_per_session": 1, "document_tokens": LogNormal(7, 0)}
     trace = generate(plain(turns=1, **documents))
     assert set(lengths(trace)) == {37}
     assert trace.unique_blocks == 17 + 20 * 20
 
 
-def test_load_changes_the_times_and_not_the_requests() -> None:
+def test_load_changes_only_the_times() -> None:
     slow, fast = (generate(plain(sessions=200, sessions_per_minute=load)) for load in (1, 20))
     assert lengths(slow) == lengths(fast)
     assert slow.timestamps_ms[-1] == pytest.approx(200 * 60_000, rel=0.05)
@@ -99,16 +99,16 @@ def test_load_changes_the_times_and_not_the_requests() -> None:
     assert describe(fast).concurrent_sessions > 5 * describe(slow).concurrent_sessions
 
 
-def test_a_compacted_context_is_prompt_and_summary() -> None:
+def test_a_compacted_context_has_the_prompt_and_a_summary() -> None:
     trace = generate(plain(turns=50, context_limit_tokens=60))
     assert max(lengths(trace)) == 60
-    # 30, 40, 50, 60; the answer to that does not fit: prompt, summary, answer, message are 22, 32, 42, 52.
-    # Now the message does not fit: 10 + 2 + 5.
+    # 30, 40, 50, 60; then the answer does not fit: prompt, summary, answer and message are 22, 32, 42, 52.
+    # Then the message does not fit: 10 + 2 + 5.
     assert min(lengths(trace)) == 17
     assert min(lengths(generate(plain(first_tokens=LogNormal(1000, 0), context_limit_tokens=60)))) < 60
 
 
-def test_forks_go_back() -> None:
+def test_forks_return_to_an_earlier_turn() -> None:
     def is_longest_yet(trace: Trace) -> bool:
         return bool(np.all(np.diff(np.diff(trace.offsets)) > 0))
 
@@ -122,11 +122,11 @@ def test_sub_agents_are_sessions_within_sessions() -> None:
         generate(plain(sessions=300, turns=10, sub_agent_share=share, sub_agent_turns=4))
         for share in (0, 0.5)
     )
-    # Nine times a session, a turn has another one behind it; half of them start a sub-agent.
+    # Nine turns of a session have a following turn; half of them start a sub-agent.
     assert with_agents.requests / without.requests == pytest.approx(1 + 9 * 0.5 * 4 / 10, rel=0.15)
 
 
-def test_other_seed_other_trace() -> None:
+def test_different_seeds_give_different_traces() -> None:
     chat, again, other = (generate(builtin("chat", seed=seed)) for seed in (0, 0, 1))
     assert np.array_equal(chat.refs, again.refs)
     assert not np.array_equal(chat.refs[:1000], other.refs[:1000])
@@ -138,7 +138,7 @@ def test_exp_needs_no_libm() -> None:
         assert _exp(x) == pytest.approx(math.exp(x), rel=0.002)
 
 
-def test_python_promises_the_dice() -> None:
+def test_random_numbers_are_those_that_python_guarantees() -> None:
     random = Random(0).random
     assert [random() for _ in range(3)] == [0.8444218515250481, 0.7579544029403025, 0.420571580830845]
 
@@ -167,7 +167,7 @@ def test_python_promises_the_dice() -> None:
         ),
     ],
 )
-def test_impossible_parameters_are_refused(parameters: dict[str, Any], message: str) -> None:
+def test_invalid_parameters_are_refused(parameters: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         builtin("chat", **parameters)
     assert str(error.value) == message
@@ -180,13 +180,13 @@ def test_unknown_names_are_refused() -> None:
         builtin("chat", turn=3)
 
 
-# The recordings' numbers, so that the likeness is tested where the recordings are not: prefix-hit ratio of
-# the optimum at 1, 2, 5 and 10 % of the unique blocks, and of the infinite cache. See docs/workloads.md.
+# Numbers of the recordings, so that the test needs no recordings: prefix-hit ratio of the optimum at 1, 2, 5
+# and 10 % of the unique blocks, and of the infinite cache. See docs/workloads.md.
 RECORDED = {"chat": (0.200, 0.265, 0.346, 0.361, 0.361), "agent": (None, None, 0.920, 0.954, 0.959)}
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_the_optimum_is_like_that_of_the_recording(name: str) -> None:
+def test_the_optimum_resembles_the_optimum_of_the_recording(name: str) -> None:
     trace = generate(builtin(name))
     results = [optimum(trace, trace.unique_blocks * percent // 100) for percent in (1, 2, 5, 10)]
     for result, recorded in zip([*results, infinite(trace)], RECORDED[name], strict=True):
@@ -210,31 +210,35 @@ def test_statistics_of_a_trace_made_by_hand() -> None:
         timestamps_ms=np.array([0, 1000, 3000, 7000]),
         output_tokens=np.array([1, 2, 3, 4]),
     )
-    found = describe(trace)
-    assert (found.requests, found.block_refs, found.unique_blocks) == (4, 15, 6)
-    assert (found.duration_s, found.sessions, found.mean_turns) == (7.0, 2, 2.0)
-    assert found.turns_per_session == Percentiles(1, 1, 1, 3, 3, 3)
-    assert found.turn_gap_s == Percentiles(3, 3, 3, 4, 4, 4)
-    assert found.new_blocks_first_turn == Percentiles(1, 1, 1, 3, 3, 3)
-    assert found.new_blocks_next_turn == Percentiles(0, 0, 0, 2, 2, 2)
-    assert found.concurrent_sessions == 1.0
+    statistics = describe(trace)
+    assert (statistics.requests, statistics.block_refs, statistics.unique_blocks) == (4, 15, 6)
+    assert (statistics.duration_s, statistics.sessions, statistics.mean_turns) == (7.0, 2, 2.0)
+    assert statistics.turns_per_session == Percentiles(1, 1, 1, 3, 3, 3)
+    assert statistics.turn_gap_s == Percentiles(3, 3, 3, 4, 4, 4)
+    assert statistics.new_blocks_first_turn == Percentiles(1, 1, 1, 3, 3, 3)
+    assert statistics.new_blocks_next_turn == Percentiles(0, 0, 0, 2, 2, 2)
+    assert statistics.concurrent_sessions == 1.0
     # Block 0 after 1, 2 and 4 s; 1 and 2 after 3 and 4 s; 4 and 5 after 4 s.
-    assert found.reuse_time_s == Percentiles(1, 3, 4, 4, 4, 4)
+    assert statistics.reuse_time_s == Percentiles(1, 3, 4, 4, 4, 4)
     # Tail first: 2 1 0, 3 0, 5 4 2 1 0, 5 4 2 1 0.
-    # Distances: 0 sees 3; 2 sees 1 0 3 5 4, 1 sees 0 3 5 4 2, 0 sees 5 4 2 1; then everyone four others.
-    assert found.reuse_distance_blocks == Percentiles(1, 4, 4, 4, 5, 5)
-    # Nine references are repeated; that of the second request is of a block that another session began.
-    assert (found.ceiling, found.repeated_in_session, found.shared_by_sessions) == (9 / 15, 8 / 15, 1 / 15)
-    assert found.blocks_of_several_sessions == 1 / 6
+    # Stack distances: 0: 3; 2: 1 0 3 5 4; 1: 0 3 5 4 2; 0: 5 4 2 1; then four others each.
+    assert statistics.reuse_distance_blocks == Percentiles(1, 4, 4, 4, 5, 5)
+    # Nine references are repeated; the second request repeats a block of another session.
+    assert (statistics.ceiling, statistics.repeated_in_session, statistics.shared_by_sessions) == (
+        9 / 15,
+        8 / 15,
+        1 / 15,
+    )
+    assert statistics.blocks_of_several_sessions == 1 / 6
 
 
 def test_named_sessions_replace_inferred_sessions() -> None:
-    """The second request shares nothing, and the third extends the first of another session."""
+    """The second request shares no block, and the third extends the first request of another session."""
     requests = [[0, 1], [2], [0, 1, 3], [0, 1, 3, 4], [5]]
     trace = dataclasses.replace(trace_of(*requests), sessions=np.array([0, 0, 1, 1, -1], np.int32))
-    found = turns(trace)
-    assert found.previous_turn.tolist() == [-1, 0, -1, 2, -1]
-    assert found.session_of.tolist() == [0, 0, 1, 1, 2]
+    result = turns(trace)
+    assert result.previous_turn.tolist() == [-1, 0, -1, 2, -1]
+    assert result.session_of.tolist() == [0, 0, 1, 1, 2]
     assert turns(trace_of(*requests)).session_of.tolist() == [0, 1, 0, 0, 2]
     statistics = describe(trace)
     assert (statistics.sessions, statistics.named_share, statistics.unambiguous_share) == (3, 0.8, 1.0)
@@ -259,12 +263,12 @@ UNAMBIGUOUS = {
 
 
 @pytest.mark.parametrize(("requests", "certain"), UNAMBIGUOUS.values(), ids=UNAMBIGUOUS)
-def test_inferences_are_unambiguous_or_not(requests: list[list[int]], certain: list[bool]) -> None:
+def test_inferred_sessions_can_be_ambiguous(requests: list[list[int]], certain: list[bool]) -> None:
     assert turns(trace_of(*requests)).is_unambiguous.tolist() == certain
     assert describe(trace_of(*requests)).unambiguous_share == pytest.approx(sum(certain) / len(certain))
 
 
-def test_statistics_of_nothing() -> None:
+def test_statistics_of_an_empty_trace() -> None:
     empty = np.zeros(0, np.int64)
     nothing = Trace("nothing", 512, empty, empty.astype(np.int32), np.zeros(1, np.int64), empty, empty)
     assert describe(nothing).reuse_time_s == Percentiles(0, 0, 0, 0, 0, 0)
