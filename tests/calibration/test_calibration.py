@@ -42,7 +42,7 @@ def test_a_fit_recovers_the_costs_behind_the_times(step: float, linear: float, s
     assert fit_prefill(tokens, seconds, 100) == pytest.approx((step, linear, squared), abs=1e-6)
 
 
-def test_costs_are_not_negative_and_one_outlier_hardly_moves_short_prompts() -> None:
+def test_costs_are_not_negative_and_outliers_hardly_change_short_prompts() -> None:
     # A curve that bends down: the best fit has a fixed cost and no quadratic cost.
     tokens, seconds = [100, 200, 400, 800], [1.0, 1.5, 2.2, 3.0]
     step, linear, squared = fit_prefill(tokens, seconds, 10**6)
@@ -64,7 +64,7 @@ def test_samples_give_median_and_percentiles() -> None:
     assert 1.0 <= quantity.p10 <= 2.0 <= quantity.p90 <= 9.0
 
 
-def test_latency_is_the_time_of_a_block_less_its_bytes_at_the_rate() -> None:
+def test_latency_is_the_time_of_a_block_minus_its_transfer_time() -> None:
     rate, latency = rate_and_latency([10.0, 10.0], 1000, [3.0, 5.0, 4.0], 100, "a link")
     assert rate.value == 100.0
     assert latency.value == 3.0
@@ -255,7 +255,7 @@ SMALL = ("--block-bytes", "4KiB", "--total-bytes", "64KiB", "--repeats", "2", "-
 def test_the_command_writes_a_machine_that_simulate_accepts(
     tmp_path: Path, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test's server takes equally long for all prompts, so the times are made to grow with them."""
+    """The fake server takes equally long for all prompts, so the test adds time by length."""
     ask = Server.ask
     monkeypatch.setattr(
         Server, "ask", lambda self, tokens: replace(ask(self, tokens), first_s=1e-3 + 1e-5 * len(tokens))
@@ -307,7 +307,7 @@ def test_quantities_without_a_measurement_stay_unknown(tmp_path: Path) -> None:
         (("--out", "/not/there/machine.json"), "out: '/not/there/machine.json' is invalid"),
     ],
 )
-def test_an_impossible_option_gives_one_line(arguments: tuple[str, ...], words: str) -> None:
+def test_an_invalid_option_is_a_one_line_error(arguments: tuple[str, ...], words: str) -> None:
     small = SMALL if arguments[0] not in SMALL else ("--quiet",)
     done = kvoffload("calibrate", *small, *arguments)
     assert done.returncode == 2

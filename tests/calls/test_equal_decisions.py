@@ -1,4 +1,4 @@
-"""Random calls on every kind of manager are recorded and replayed: all decisions are equal."""
+"""Random calls of every kind of manager, recorded and replayed with equal decisions."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ CHANGES = ("lru", "arc", "hazard,history_capacity=9,sample_capacity=2,warm_up=1"
 @pytest.fixture(autouse=True)
 def _small_rings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorded_module, "RING_WORDS", 1 << 16)
-    # A refused call is a call: it is recorded, and the copy of a manager would have to copy threads.
+    # The state machine copies a manager before a refused call; a recorded manager's threads cannot be copied.
     monkeypatch.setattr(machine_module, "snapshot", lambda *_, **__: None)
 
 
 class RecordedMachine(ManagerMachine):
-    """The state machine of managers, whose calls are replayed at the end."""
+    """State machine of managers that replays the recorded calls at the end."""
 
     def teardown(self) -> None:
         manager = self.manager
@@ -72,11 +72,11 @@ class RecordedMachine(ManagerMachine):
 
 
 class RecordedTenantMachine(RecordedMachine, TenantMachine):
-    """The same with tenants, whose quotas change."""
+    """`RecordedMachine` with tenants whose quotas change."""
 
 
 class RotatingMachine(RecordedMachine):
-    """The same with rotations at any time. Each part is replayed alone."""
+    """`RecordedMachine` with rotations at any time. Each part is replayed alone."""
 
     @rule()
     def rotate(self) -> None:
@@ -88,21 +88,21 @@ class RotatingMachine(RecordedMachine):
         complete(manager)
         manager.end_recording()
         parts = parts_of(manager.recorder.path)
-        for part in parts:
-            outcome = replayed(part)
-            assert outcome.difference is None, (part.name, outcome.difference)
+        for path in parts:
+            outcome = replayed(path)
+            assert outcome.difference is None, (path.name, outcome.difference)
             assert (outcome.num_cut, outcome.warnings) == (0, [])
-            assert outcome.end == (CLOSED if part == parts[-1] else CONTINUED)
+            assert outcome.end == (CLOSED if path == parts[-1] else CONTINUED)
         total = replay_series(parts)
         assert (total.difference, total.num_parts, total.num_calls) == (
-            None, len(parts), sum(replayed(part).num_calls for part in parts)
+            None, len(parts), sum(replayed(path).num_calls for path in parts)
         )  # fmt: skip
-        for part in parts:
-            part.unlink()
+        for path in parts:
+            path.unlink()
 
 
 class RotatingTenantMachine(RotatingMachine, TenantMachine):
-    """The same with tenants, whose quotas change."""
+    """`RotatingMachine` with tenants whose quotas change."""
 
 
 def check(
@@ -199,7 +199,7 @@ def test_an_admission_rule(admission: str, store: str) -> None:
 
 @pytest.fixture
 def _rotating(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every part is large enough for a rotation, and the threads of recorders pause."""
+    """Make every part large enough for a rotation, and pause the threads of recorders."""
     monkeypatch.setattr(recorder_module, "POLL_S", 1e6)
     monkeypatch.setattr(parts_module, "PARTS", 1 << 40)
 
@@ -230,9 +230,10 @@ def test_parts_with_changes_of_policy_and_quotas_and_resizes(store: str) -> None
 def traffic(
     manager: RecordedManager, seed: int, requests: int = 200, between: Callable[[], None] = lambda: None
 ) -> None:
-    """Requests that share prefixes, with single lookups, parts of plans, damage, pins, hints and resets.
+    """Serve requests with shared prefixes, single lookups, parts of plans, damage, pins, hints and resets.
 
-    `between` is called between two calls of a request.
+    Args:
+        between: called between two calls of a request.
     """
     chance = random.Random(seed)
     prefixes = [[chance.randbytes(36) for _ in range(20)] for _ in range(6)]
@@ -251,22 +252,22 @@ def traffic(
         if number % 8 == 0:
             manager.withdraw(ctx)
         if ready:
-            *parts, last = manager.prepare_load(keys[:ready], ctx).split()
+            *pieces, last = manager.prepare_load(keys[:ready], ctx).split()
             between()
-            for part in parts:
-                manager.complete_load(part)
+            for piece in pieces:
+                manager.complete_load(piece)
             manager.complete_load(last, damaged=[0] if chance.random() < 0.1 else [])
             pins, _ = manager.pin_ready(keys)
             rows = np.arange(len(pins))
-            for part in pins.split([rows[1:], rows[:1], rows[:0]] if number % 2 else [rows[:0], rows]):
-                manager.unpin(part)
+            for piece in pins.split([rows[1:], rows[:1], rows[:0]] if number % 2 else [rows[:0], rows]):
+                manager.unpin(piece)
         plan = manager.prepare_store(
             keys if number % 7 else Keys.pack(keys, 36), ctx, admitted=number % 9 == 0
         )
         between()
         if plan is not None and number % 2:
-            for part in plan.split():
-                manager.complete_store(part, success=chance.random() < 0.9)
+            for piece in plan.split():
+                manager.complete_store(piece, success=chance.random() < 0.9)
         elif plan is not None:
             if number % 10 == 0:
                 manager.reset()
@@ -308,7 +309,7 @@ def check_parts(manager: RecordedManager, change: Callable[[random.Random], None
     manager.end_recording()
     parts = parts_of(manager.recorder.path)
     assert len(parts) > 5
-    outcomes = [replayed(part) for part in parts]
+    outcomes = [replayed(path) for path in parts]
     assert [outcome.difference for outcome in outcomes] == [None] * len(parts)
     assert sum(outcome.num_calls for outcome in outcomes) == manager._log.num_calls
 
@@ -362,7 +363,7 @@ def test_a_recording_has_no_key_and_no_text(tmp_path: Path) -> None:
 
 
 class Failing(NaiveLRU):
-    """A policy with a bug: each of its methods raises from time to time, after it has worked."""
+    """Policy with a bug: each method sometimes raises after its work."""
 
     name = "failing"
     _num_calls = 0
@@ -386,7 +387,7 @@ class Failing(NaiveLRU):
 
 
 class NamesFreeSlots(NaiveLRU):
-    """A policy that names slot 0 as every victim."""
+    """Policy that chooses slot 0 as every victim."""
 
     name = "wrong"
 
@@ -398,7 +399,7 @@ class NamesFreeSlots(NaiveLRU):
     ("policy", "store"),
     [*((Failing, store) for store in STORES), (NamesFreeSlots, ON_COMPUTE)],
 )
-def test_exceptions_of_a_policy_are_decisions(policy: type[NaiveLRU], store: str, tmp_path: Path) -> None:
+def test_exceptions_of_a_policy_are_replayed(policy: type[NaiveLRU], store: str, tmp_path: Path) -> None:
     manager = recorded(tmp_path / "kv.calls", 4, policy=policy, store=store, key_bytes=36)
     chance, raised = random.Random(2), list[str]()
 
@@ -430,7 +431,7 @@ def test_exceptions_of_a_policy_are_decisions(policy: type[NaiveLRU], store: str
     assert outcome.difference is None, outcome.difference
 
 
-def test_wrong_arguments_are_no_calls(tmp_path: Path) -> None:
+def test_calls_with_invalid_arguments_are_not_recorded(tmp_path: Path) -> None:
     manager = recorded(tmp_path / "kv.calls", policy=NaiveLRU, store=ON_COMPUTE)
     ctx = manager.begin_request("x")
     for call in (manager.lookup, manager.touch, manager.prepare_store, manager.prepare_load):

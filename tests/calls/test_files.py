@@ -38,7 +38,7 @@ RING_WORDS = 1 << 10
 
 
 def recording(path: Path, requests: int = 30, **options: object) -> Path:
-    """A recording of a manager of 12 blocks."""
+    """Record a manager of 12 blocks."""
     manager = recorded(path, 12, **options)  # type: ignore[arg-type]
     for number in range(requests):
         live(manager, (number * 5) % 14)
@@ -47,7 +47,7 @@ def recording(path: Path, requests: int = 30, **options: object) -> Path:
     return manager.recorder.path
 
 
-def test_each_hash_has_one_key_of_eight_bytes() -> None:
+def test_every_hash_maps_to_a_distinct_key_of_eight_bytes() -> None:
     from kvoffload.core.request import HASH, RequestContext
     from kvoffload.core.request import Path as RequestPath
 
@@ -66,7 +66,7 @@ def test_a_new_file_for_each_recorder(tmp_path: Path) -> None:
 def test_one_recorder_records_one_manager(tmp_path: Path) -> None:
     recorder = CallRecorder(tmp_path / "kv.calls", 1 << 20)
     RecordedManager(12, recorder=recorder)
-    manager = RecordedManager(12, recorder=recorder)  # nothing was recorded of the first
+    manager = RecordedManager(12, recorder=recorder)  # nothing was recorded for the first manager
     live(manager, 0)
     with pytest.raises(MisuseError, match="has recorded another"):
         RecordedManager(12, recorder=recorder)
@@ -74,8 +74,8 @@ def test_one_recorder_records_one_manager(tmp_path: Path) -> None:
     assert replayed(recorder.path).num_calls == 4
 
 
-def test_a_torn_tail_is_cut_at_every_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last frame of calls may end anywhere: the calls before it are replayed."""
+def test_a_tail_torn_at_any_byte_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last frame can be torn at any byte: the calls before it are replayed."""
     monkeypatch.setattr(recorder_module, "FRAME_WORDS", 200)
     whole = recording(tmp_path / "kv.calls").read_bytes()
     starts = [at for at in range(len(whole)) if whole[at : at + 4] == b"KVOF"]
@@ -106,16 +106,16 @@ def test_a_damaged_frame_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 class Wrong(OffloadingManager):
-    """A manager with a bug: from its n-th lookup on, one ready block less."""
+    """Manager with a bug: one ready block less from its n-th lookup on."""
 
     healthy_lookups = 20
 
     def lookup(self, *arguments: object, **keywords: object) -> PrefixLookup:
-        found = super().lookup(*arguments, **keywords)  # type: ignore[arg-type]
+        hits = super().lookup(*arguments, **keywords)  # type: ignore[arg-type]
         self.healthy_lookups -= 1
-        if self.healthy_lookups >= 0 or not found.num_ready:
-            return found
-        return PrefixLookup(found.num_ready - 1, LookupResult.MISS)
+        if self.healthy_lookups >= 0 or not hits.num_ready:
+            return hits
+        return PrefixLookup(hits.num_ready - 1, LookupResult.MISS)
 
 
 def test_one_wrong_result_is_the_first_difference(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_evicted_blocks_are_named(tmp_path: Path) -> None:
 
 
 class Backwards(NaiveLRU):
-    """A policy that evicts the most recent block."""
+    """Policy that evicts the most recent block."""
 
     name = "backwards"
 
@@ -213,7 +213,7 @@ def test_a_full_disk_ends_the_recording_with_one_line(
     assert manager.recorder.ended == "No space left on device"
     (line,) = warnings_of(caplog)
     assert line.endswith("kv.calls has ended: No space left on device")
-    many(manager, 3)  # the manager goes on
+    many(manager, 3)  # the manager continues
 
 
 def test_a_writer_that_does_not_keep_up_ends_the_recording(
@@ -358,7 +358,7 @@ def test_a_recording_is_no_trace(sound: Path) -> None:
 
 
 def test_calls_before_a_kill_are_replayed(tmp_path: Path) -> None:
-    """The records of the last second may be lost; what is in the file is sound."""
+    """The records of the last second may be lost; the file is sound."""
     program = f"""
 import os, signal, sys, time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Recordings in parts: the limit, states that are damaged or forged, cuts that fail, and the command."""
+"""Recordings in parts: the size limit, damaged and forged states, failed cuts, and the command."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ LIMIT = 24_000
 
 @pytest.fixture(autouse=True)
 def _paused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The threads of recorders pause: `take` writes and rotates."""
+    """Pause the threads of recorders: `take` writes and rotates."""
     monkeypatch.setattr(recorder_module, "POLL_S", 1e6)
 
 
 class Never:
-    """A cut that takes for ever."""
+    """A cut that never ends."""
 
     def __init__(self, part: Path, beginning: Path) -> None:
         self.stopped = False
@@ -51,7 +51,7 @@ class Never:
 
 
 def serve(manager: RecordedManager, requests: int = 400, first: int = 0) -> None:
-    """Serve requests, and write the calls after each twentieth."""
+    """Serve requests, and write the calls after every twentieth request."""
     for number in range(first, first + requests):
         live(manager, (number * 5) % 14)
         if number % 20 == 19:
@@ -60,7 +60,7 @@ def serve(manager: RecordedManager, requests: int = 400, first: int = 0) -> None
 
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a recording of more calls than the limit."""
+    """The folder of a recording that exceeds the limit."""
     folder = tmp_path_factory.mktemp("parts")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recorder_module, "POLL_S", 1e6)
@@ -73,9 +73,9 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def parts(recording: Path, tmp_path: Path) -> list[Path]:
-    """A copy of its remaining parts."""
-    for part in recording.iterdir():
-        shutil.copy(part, tmp_path)
+    """A copy of the recording's remaining parts."""
+    for path in recording.iterdir():
+        shutil.copy(path, tmp_path)
     return parts_of(tmp_path / "kv.calls")
 
 
@@ -84,14 +84,14 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_the_newest_calls_remain_within_the_limit(parts: list[Path], tmp_path: Path) -> None:
-    numbers = [int(part.stem.split(".part")[1]) for part in parts]
+    numbers = [int(path.stem.split(".part")[1]) for path in parts]
     assert numbers[0] > 2, "the first parts are removed"
     assert numbers == list(range(numbers[0], numbers[0] + len(parts)))
     assert sorted(tmp_path.iterdir()) == sorted(parts), "no other file remains"
-    sizes = [part.stat().st_size for part in parts]
+    sizes = [path.stat().st_size for path in parts]
     assert LIMIT // 2 < sum(sizes) <= LIMIT + 500  # the end mark is written beyond the limit
     assert max(sizes) < LIMIT // 3
-    outcomes = [replayed(part) for part in parts]
+    outcomes = [replayed(path) for path in parts]
     assert [outcome.difference for outcome in outcomes] == [None] * len(parts)
     assert [outcome.end for outcome in outcomes] == [CONTINUED] * (len(parts) - 1) + ["closed"]
     total = replay_series(parts)
@@ -120,54 +120,54 @@ def frames_of(content: bytes) -> list[int]:
 
 
 def test_every_changed_byte_of_a_state_is_found(parts: list[Path]) -> None:
-    part = parts[1]
-    whole = part.read_bytes()
+    path = parts[1]
+    whole = path.read_bytes()
     start, stop = frames_of(whole)[1:3]
     for at in range(start, stop, 7):
-        part.write_bytes(whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :])
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :])
         with pytest.raises(
             TraceError, match=r"part\d+\.calls: the state at the beginning is incomplete or damaged"
         ):
-            FrameReader(part)
+            FrameReader(path)
     for at in range(start, stop, 97):
-        part.write_bytes(whole[:at])
+        path.write_bytes(whole[:at])
         with pytest.raises(TraceError, match="the state at the beginning is incomplete or damaged"):
-            FrameReader(part)
+            FrameReader(path)
 
 
-def with_state(part: Path, state: bytes) -> None:
+def with_state(path: Path, state: bytes) -> None:
     """Replace the state at the beginning of a part, with a correct checksum."""
-    content = part.read_bytes()
+    content = path.read_bytes()
     start, stop = frames_of(content)[1:3]
     head = content[start : start + 8] + len(state).to_bytes(4, "little") + content[start + 12 : start + 24]
     checksum = frame_checksum(head + bytes(8), state).to_bytes(8, "little")
-    part.write_bytes(content[:start] + head + checksum + state + content[stop:])
+    path.write_bytes(content[:start] + head + checksum + state + content[stop:])
 
 
-def test_another_state_is_a_difference(parts: list[Path]) -> None:
-    part = parts[1]
-    with FrameReader(part) as reader:
+def test_a_different_state_is_a_difference(parts: list[Path]) -> None:
+    path = parts[1]
+    with FrameReader(path) as reader:
         assert reader.state is not None
         state = decode(reader.state)
-    with_state(part, encode(state))
-    assert replayed(part).difference is None, "the same state in another encoding"
+    with_state(path, encode(state))
+    assert replayed(path).difference is None, "the same state in another encoding"
     links = state["manager"].policy.state.order.links
     links[[0, 1]] = links[[1, 0]]
-    with_state(part, encode(state))
-    assert replayed(part).difference is not None
+    with_state(path, encode(state))
+    assert replayed(path).difference is not None
 
 
 def test_a_state_without_the_running_requests_is_refused(parts: list[Path]) -> None:
-    part = parts[1]
-    with FrameReader(part) as reader:
+    path = parts[1]
+    with FrameReader(path) as reader:
         assert reader.state is not None
         state = decode(reader.state)
     del state["_requests"]
-    with_state(part, encode(state))
+    with_state(path, encode(state))
     with pytest.raises(
         TraceError, match=r"the state at the beginning, written by kvoffload .* cannot be read"
     ):
-        replayed(part)
+        replayed(path)
 
 
 class Runs:
@@ -231,7 +231,7 @@ def test_a_cut_that_takes_too_long_ends_the_recording_at_the_limit(
     assert "has ended: it has reached its limit" in line
     manager.end_recording()
     parts = parts_of(tmp_path / "kv.calls")
-    assert sum(part.stat().st_size for part in parts) <= LIMIT + 500
+    assert sum(path.stat().st_size for path in parts) <= LIMIT + 500
     assert replay_series(parts).difference is None
 
 
@@ -307,10 +307,10 @@ def test_a_policy_in_python_is_not_rotated(tmp_path: Path, caplog: pytest.LogCap
 
 
 def test_the_cut_of_a_damaged_part_fails(parts: list[Path], tmp_path: Path) -> None:
-    part = parts[1]
-    content = part.read_bytes()
-    part.write_bytes(content[: frames_of(content)[-2]])
-    assert CutHere(part, tmp_path / "new").poll() == f"{part} is damaged"
+    path = parts[1]
+    content = path.read_bytes()
+    path.write_bytes(content[: frames_of(content)[-2]])
+    assert CutHere(path, tmp_path / "new").poll() == f"{path} is damaged"
     assert not (tmp_path / "new").exists()
 
 
@@ -331,7 +331,7 @@ def test_a_version_3_file_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_process_cuts_and_the_command_replays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As in an engine, except that the thread's steps are called here: each cut is waited for."""
+    """The test runs the steps of the recorder's thread, and waits for each cut."""
     manager = RecordedManager(12, recorder=CallRecorder(tmp_path / "kv.calls", LIMIT))
     for number in range(900):
         live(manager, (number * 5) % 14)

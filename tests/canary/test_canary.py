@@ -1,4 +1,4 @@
-"""The canary against a fake server: verdicts, evidence, exit codes, and what users see."""
+"""The canary against a fake server: verdicts, evidence, exit codes and output."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_fault_of_the_tiers_is_an_alarm() -> None:
 
 
 def test_a_small_shift_of_all_answers_is_an_alarm() -> None:
-    """One wrong layer of many moves every answer a little, and none beyond four times the noise."""
+    """A wrong layer moves every answer slightly, and none beyond four times the noise."""
     with fake_server(tier_fault=0.022, noise=0.009) as fake:
         code, report = run(fake, "--num-prompts", "24")
     assert report["differences"][0]["difference"] < report["threshold"]
@@ -68,7 +68,7 @@ def test_noise_is_no_alarm() -> None:
 
 
 def test_noise_that_changes_tokens_is_no_alarm() -> None:
-    """Tokens are a log-probability of 1 apart, so that almost every answer has another token somewhere."""
+    """Tokens differ by a log-probability of 1, so that almost every answer has a different token."""
     with fake_server(noise=2.0) as fake:
         code, report = run(fake)
     assert (code, report["verdict"]) == (0, "within-noise")
@@ -81,7 +81,7 @@ def test_noise_that_changes_tokens_is_no_alarm() -> None:
         ({"has_metrics": False}, "--tier-hits-metric"),
     ],
 )
-def test_without_evidence_nothing_is_shown(options: dict[str, bool], reason: str) -> None:
+def test_without_evidence_there_is_no_verdict(options: dict[str, bool], reason: str) -> None:
     with fake_server(**options) as fake:
         code, report = run(fake, "--device-tokens", "2000")
     assert (code, report["verdict"]) == (3, "not-shown")
@@ -95,7 +95,7 @@ def test_a_fault_is_found_although_the_salt_is_ignored() -> None:
     assert any("cache_salt" in reason for reason in report["reasons"])
 
 
-def test_a_server_without_tokenizer_gets_text() -> None:
+def test_a_server_without_tokenizer_receives_text() -> None:
     with fake_server(has_tokenize=False) as fake:
         assert run(fake)[0] == 0
 
@@ -117,7 +117,7 @@ def test_prompts_of_the_user(tmp_path: Path) -> None:
         ("", "a file with at least one prompt"),
     ],
 )
-def test_a_wrong_file_of_prompts_is_refused(line: str, message: str, tmp_path: Path) -> None:
+def test_an_invalid_file_of_prompts_is_refused(line: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(line)
     with fake_server() as fake:
@@ -145,7 +145,7 @@ def test_a_wrong_file_of_prompts_is_refused(line: str, message: str, tmp_path: P
         ({}, ("--prometheus", "/"), "prometheus: '/' is invalid; allowed: a regular file, or a new one"),
     ],
 )
-def test_what_cannot_be_checked_is_one_line(
+def test_an_unusable_server_is_a_one_line_error(
     server: dict[str, Any], options: tuple[str, ...], message: str
 ) -> None:
     with fake_server(**server) as fake:
@@ -155,7 +155,7 @@ def test_what_cannot_be_checked_is_one_line(
     assert "Traceback" not in done.stderr
 
 
-def test_a_server_that_dies_in_a_reply_is_one_line() -> None:
+def test_a_server_that_dies_during_a_reply_is_a_one_line_error() -> None:
     with fake_server(dies_in_reply=True) as fake:
         done = kvoffload("canary", fake.url, *SMALL)
     assert done.returncode == 2
@@ -179,14 +179,14 @@ def test_tokens_are_sent_no_faster_than_allowed() -> None:
     assert report["seconds"] > report["tokens_sent"] / 2e6
 
 
-def test_the_page_for_people_names_verdict_and_hits() -> None:
+def test_the_text_report_names_verdict_and_hits() -> None:
     with fake_server(tier_fault=0.5) as fake:
         done = kvoffload("canary", fake.url, *SMALL)
     assert done.stdout.startswith("different: answers from the tiers differ by up to 0.5")
     assert "from the tiers, concurrent" in done.stdout
 
 
-def test_watching_writes_metrics_and_outlives_a_failure(
+def test_watching_writes_metrics_and_continues_after_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, waits = tmp_path / "canary.prom", []

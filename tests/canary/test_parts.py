@@ -1,4 +1,4 @@
-"""Parts of the canary: comparison of answers, judgement, generated prompts."""
+"""Parts of the canary: comparison of answers, verdicts and generated prompts."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def answer(*rows: dict[str, float]) -> Answer:
 
 
 def test_positions_after_the_first_other_token_are_not_compared() -> None:
-    left = answer({"a": -0.1, "b": -2.0}, {"c": -0.1, "d": -3.0}, {"e": -0.1})
-    right = answer({"a": -0.2, "b": -2.0}, {"c": -1.1, "d": -0.5}, {"e": -9.0})
-    difference = compare(left, right)
+    first = answer({"a": -0.1, "b": -2.0}, {"c": -0.1, "d": -3.0}, {"e": -0.1})
+    second = answer({"a": -0.2, "b": -2.0}, {"c": -1.1, "d": -0.5}, {"e": -9.0})
+    difference = compare(first, second)
     assert (difference.diverges_at, difference.position, difference.token) == (1, 1, "d")
     assert difference.size == pytest.approx(2.5)
 
 
-def test_a_token_that_one_answer_does_not_list_counts_from_the_least_of_its_list() -> None:
+def test_an_unlisted_token_counts_as_the_least_likely_listed_token() -> None:
     difference = compare(answer({"a": -0.1, "b": -3.0}), answer({"a": -0.1, "c": -1.0}))
     assert (difference.token, difference.size) == ("c", pytest.approx(2.0))
     assert difference.logprobs == (None, -1.0)
@@ -44,8 +44,8 @@ def test_a_probability_of_zero_is_no_infinite_difference() -> None:
     assert compare(answer({"a": -0.1, "b": -9999.0}), answer({"a": -0.1, "b": -200.0})).size == 0.0
 
 
-def test_confidence_is_that_of_the_exact_permutation_test() -> None:
-    """Of 2 + 2 differences in random order the two largest are both measured in 1 of 6 orders."""
+def test_confidence_equals_the_exact_permutation_test() -> None:
+    """In 1 of 6 orders of 2 + 2 differences, both of the largest are measured differences."""
     assert judge([0.1, 0.2], [0.3, 0.4]).confidence == pytest.approx(1 - 1 / 6)
     assert judge([0.1, 0.5], [0.3, 0.4]).confidence == 0.0
     assert judge([], [0.3]).confidence == 0.0
@@ -78,7 +78,7 @@ def tokens_of(text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("token_ids", [None, range(10, 1000)])
-def test_prompts_share_a_beginning_within_a_family_and_nothing_beyond(token_ids: range | None) -> None:
+def test_prompts_share_a_prefix_only_within_a_family(token_ids: range | None) -> None:
     prompts = generated(3, 24, SIZES, tokenize=tokens_of, token_ids=token_ids)
     assert len(prompts) == 24
     assert prompts == generated(3, 24, SIZES, tokenize=tokens_of, token_ids=token_ids)
@@ -94,7 +94,7 @@ def test_prompts_share_a_beginning_within_a_family_and_nothing_beyond(token_ids:
     assert len({contents[0][:24] for contents in families.values()}) == len(families)
 
 
-def test_a_tokenizer_that_knows_no_english_is_refused() -> None:
+def test_a_tokenizer_without_english_words_is_refused() -> None:
     with pytest.raises(ConfigError, match="--token-ids"):
         generated(1, 4, SIZES, tokenize=lambda text: [0] * len(text))
 
@@ -107,7 +107,7 @@ def test_a_filler_has_the_tokens_of_a_prompt(content: Any) -> None:
     assert set(pieces) <= set(content.split() if isinstance(content, str) else content)
 
 
-def test_a_pace_gives_each_token_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pace_limits_tokens_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     monkeypatch.setattr("kvoffload.canary.server.time.sleep", waits.append)
     pace = Pace(10.0)

@@ -1,4 +1,4 @@
-"""A server's metrics beside the replay of its recording."""
+"""A server's metrics against the replay of its recording."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_size_in_odd_digits_is_unknown() -> None:
     assert scraped(SCRAPE.replace('block_size="32"', 'block_size="\u00b2"')).device_block_tokens == 0
 
 
-def test_engines_add_up_and_older_vllms_have_two_places() -> None:
+def test_engines_add_up_and_older_versions_report_two_places() -> None:
     second = SCRAPE.replace('engine="0"', 'engine="1"')
     both = scraped(SCRAPE + second)
     assert (both.requests, both.capacity_blocks, both.device_blocks) == (50, 80, 23)
@@ -88,14 +88,14 @@ def test_engines_add_up_and_older_vllms_have_two_places() -> None:
 
 
 def test_equal_totals_are_close() -> None:
-    found = check(scraped(), PREDICTED)
-    assert found.verdict == Verdict.CLOSE.value
-    assert found.settings == []
-    assert [row.name for row in found.rows] == [
+    result = check(scraped(), PREDICTED)
+    assert result.verdict == Verdict.CLOSE.value
+    assert result.settings == []
+    assert [row.name for row in result.rows] == [
         "requests", "prompt tokens", "hits on the GPU", "hits in RAM", "hits in tiers", "bytes loaded",
         "bytes stored", "TTFT, mean",
     ]  # fmt: skip
-    assert {row.difference for row in found.rows} == {0.0}
+    assert {row.difference for row in result.rows} == {0.0}
 
 
 @pytest.mark.parametrize(
@@ -109,38 +109,40 @@ def test_equal_totals_are_close() -> None:
         ({"ttft_mean_s": 0.231}, "TTFT, mean", 0.155),
     ],
 )
-def test_differences_have_limits(change: dict[str, object], row: str, difference: float) -> None:
-    found = check(scraped(), Prediction(**{**_fields(PREDICTED), **change}))
-    rows = {one.name: one for one in found.rows}
+def test_differences_within_their_limits_are_close(
+    change: dict[str, object], row: str, difference: float
+) -> None:
+    result = check(scraped(), Prediction(**{**_fields(PREDICTED), **change}))
+    rows = {compared.name: compared for compared in result.rows}
     assert rows[row].difference == pytest.approx(difference, rel=1e-3)
     close = abs(difference) <= rows[row].limit
     assert rows[row].is_close == close
-    assert found.verdict == (Verdict.CLOSE if close else Verdict.DIFFERENT).value
+    assert result.verdict == (Verdict.CLOSE if close else Verdict.DIFFERENT).value
 
 
 def _fields(predicted: Prediction) -> dict[str, object]:
     return {name: getattr(predicted, name) for name in predicted.__struct_fields__}
 
 
-def test_other_requests_are_not_compared() -> None:
-    found = check(scraped(), Prediction(**{**_fields(PREDICTED), "requests": 30}))
-    assert found.verdict == Verdict.NOT_COMPARABLE.value
+def test_different_numbers_of_requests_are_not_compared() -> None:
+    result = check(scraped(), Prediction(**{**_fields(PREDICTED), "requests": 30}))
+    assert result.verdict == Verdict.NOT_COMPARABLE.value
 
 
-def test_settings_that_differ_are_named_with_the_option() -> None:
+def test_different_settings_are_named_with_their_option() -> None:
     changes = {"capacity_blocks": 20, "device_blocks": 100, "policy": "lru"}
-    found = check(scraped(), Prediction(**{**_fields(PREDICTED), **changes}))
-    assert [re.search(r"--\S+ \S+$", line)[0] for line in found.settings] == [  # type: ignore[index]
+    result = check(scraped(), Prediction(**{**_fields(PREDICTED), **changes}))
+    assert [re.search(r"--\S+ \S+$", line)[0] for line in result.settings] == [  # type: ignore[index]
         "--capacity 40", "--device-blocks 23", "--policy arc",
     ]  # fmt: skip
 
 
-def test_a_pool_that_engines_share_is_reported_by_each_of_them() -> None:
+def test_a_shared_pool_is_not_added_up_over_engines() -> None:
     both = scraped(SCRAPE + SCRAPE.replace('engine="0"', 'engine="1"'))
     assert check(both, Prediction(**{**_fields(PREDICTED), "instances": 2})).settings == []
 
 
-def test_what_was_served_before_the_recording_is_subtracted() -> None:
+def test_totals_from_before_the_recording_are_subtracted() -> None:
     before = scraped(SCRAPE.replace("7500.0", "500.0").replace('"host"} 2176.0', '"host"} 176.0'))
     served = scraped().since(before)
     assert (served.prompt_tokens, served.requests) == (7000, 0)
@@ -160,7 +162,7 @@ def test_what_was_served_before_the_recording_is_subtracted() -> None:
         ("vllm:prompt_tokens_total 5\n", "no metric vllm:kvoffload_lookup_blocks_total"),
     ],
 )
-def test_other_servers_are_refused(text: str, message: str) -> None:
+def test_unsupported_servers_are_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         scraped(text)
 
@@ -183,7 +185,7 @@ def server() -> Iterator[str]:
 
 
 def recording() -> Path:
-    """Twenty-five requests of 300 tokens in blocks of 32: five prompts in turn."""
+    """Write 25 requests of 300 tokens in blocks of 32: five prompts in turn."""
     lines = []
     for number in range(25):
         ids = [1000 * (number % 5) + block for block in range(9)]
@@ -194,10 +196,10 @@ def recording() -> Path:
     return path
 
 
-def run(command: str, server: str, *more: str) -> Done:
+def run(command: str, server: str, *options: str) -> Done:
     return kvoffload(
         command, recording(), "--block-tokens", "32", "--quiet", "--capacity", "40", "--device-blocks", "23",
-        "--policy", "arc", "--check", server, *more,
+        "--policy", "arc", "--check", server, *options,
     )  # fmt: skip
 
 
@@ -209,13 +211,13 @@ def test_replay_and_simulate_print_the_check(server: str) -> None:
     assert "TTFT" not in done.stdout
     done = run("simulate", f"{server}/metrics", "--bytes-per-token", "4096", "--format", "json")
     assert done.returncode == 1, done.stderr
-    found = json.loads(done.stdout)
-    assert {"TTFT, mean", "bytes loaded", "hits in RAM"} <= {row["name"] for row in found["check"]["rows"]}
-    assert found["with_offload"]["requests"] == 25
+    report = json.loads(done.stdout)
+    assert {"TTFT, mean", "bytes loaded", "hits in RAM"} <= {row["name"] for row in report["check"]["rows"]}
+    assert report["with_offload"]["requests"] == 25
 
 
-def test_promotions_are_no_stores_of_the_server() -> None:
-    """Two blocks in turn, and room for one of them in RAM: the other comes from the tier."""
+def test_promotions_are_not_counted_as_stores() -> None:
+    """Two blocks in turn, with room for one block in RAM: the other block comes from the tier."""
     lines = [
         {"timestamp": 1000 * number, "input_length": 512, "output_length": 1, "hash_ids": [number % 2]}
         for number in range(8)
@@ -230,13 +232,13 @@ def test_promotions_are_no_stores_of_the_server() -> None:
         "replay", "two.jsonl", "--capacity", "1", "--tier", "simulated:10", "--no-data", "--quiet",
         "--bytes-per-token", "1KiB", "--check", "metrics.txt", "--format", "json",
     )  # fmt: skip
-    found = json.loads(done.stdout)["check"]
-    assert {row["name"]: row["difference"] for row in found["rows"]}["bytes stored"] == 0
-    assert (done.returncode, found["verdict"]) == (0, "close")
+    report = json.loads(done.stdout)["check"]
+    assert {row["name"]: row["difference"] for row in report["rows"]}["bytes stored"] == 0
+    assert (done.returncode, report["verdict"]) == (0, "close")
 
 
 @pytest.mark.parametrize("number", ["NaN", "+Inf"])
-def test_numbers_that_are_none_are_skipped(number: str) -> None:
+def test_invalid_numbers_are_skipped(number: str) -> None:
     assert (
         scraped(
             SCRAPE.replace(
@@ -248,7 +250,7 @@ def test_numbers_that_are_none_are_skipped(number: str) -> None:
 
 
 def test_wrong_options_are_one_line(server: str) -> None:
-    for more, message in (
+    for options, message in (
         (("--since", "nowhere"), "since: 'nowhere' is invalid"),
         (("--check", "nowhere.txt"), "check: 'nowhere.txt' is invalid; allowed: http://HOST:PORT, or a file"),
         (("--check", "http://127.0.0.1:1"), "no answer (Connection refused)"),
@@ -256,7 +258,7 @@ def test_wrong_options_are_one_line(server: str) -> None:
         (("--check", f"{server}/nothing"), "the server answers HTTP 404"),
         (("--check", "http://[bad"), "check: 'http://[bad' is invalid"),
     ):
-        done = run("replay", server, "--no-data", *more)
+        done = run("replay", server, "--no-data", *options)
         assert (done.returncode, done.stdout) == (2, ""), done
         assert message in done.stderr
         assert "Traceback" not in done.stderr
@@ -268,8 +270,8 @@ def test_wrong_options_are_one_line(server: str) -> None:
 # ---- a plan
 
 
-def planned(server: str, *more: str, recorded: Path | None = None) -> Done:
-    """A plan for the server of `run`: 23 blocks of 128 KiB on its GPU."""
+def planned(server: str, *options: str, recorded: Path | None = None) -> Done:
+    """Plan for the server of `run`: 23 blocks of 128 KiB on its GPU."""
     Path("prices.toml").write_text(
         '[ram]\nmodule = "1MiB"\nprice = 10\nslots = 4\n[ssd]\nslots = 0\n[server]\nslots = 0\n'
     )
@@ -277,7 +279,7 @@ def planned(server: str, *more: str, recorded: Path | None = None) -> Done:
         "plan", recorded or recording(), "--block-tokens", "32", "--bytes-per-token", "4096", "--gpus", "1",
         "--kv-per-gpu", str(23 * 32 * 4096), "--prices", "prices.toml", "--policies", "lru,arc",
         "--stores", "on-compute", "--admissions", "all", "--jobs", "1", "--quiet", "--format", "json",
-        "--check", server, *more,
+        "--check", server, *options,
     )  # fmt: skip
 
 
@@ -286,7 +288,7 @@ def found_by(done: Done) -> dict[str, Any]:
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 
 
-def test_a_plan_compares_the_present_set_up_as_a_replay_does(server: str) -> None:
+def test_a_plan_compares_the_present_configuration_like_a_replay(server: str) -> None:
     done = planned(server)
     assert done.returncode == 1, done.stderr
     answer = found_by(done)
@@ -318,7 +320,7 @@ def test_a_plan_with_a_machine_compares_the_time_to_first_token(server: str) -> 
 
 
 def test_a_plan_adds_up_engines(server: str) -> None:
-    """Two engines get every other request: 13 and 12 requests."""
+    """Two engines serve alternate requests: 13 and 12."""
     Path("metrics.txt").write_text(SCRAPE + SCRAPE.replace('engine="0"', 'engine="1"'))
     machine = ("--machine", "h100-pcie5")
     answer = found_by(
@@ -391,6 +393,6 @@ def test_a_plan_without_a_row_like_the_server_is_refused(
         assert message in done.stderr
 
 
-def test_vllms_spare_block_is_no_difference(server: str) -> None:
+def test_vllms_reserved_block_is_no_difference(server: str) -> None:
     answer = found_by(planned(server, "--kv-per-gpu", str(24 * 32 * 4096)))
     assert answer["present"]["device_blocks"] == 23

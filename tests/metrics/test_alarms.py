@@ -1,4 +1,4 @@
-"""Each alarm fires on its fault and on nothing else. promtool evaluates the rules on series made up here."""
+"""Each alarm fires on its fault and on nothing else. promtool evaluates the rules on artificial series."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def steady(rate: float, steps: int = 120) -> str:
 
 
 def jump(before: int, by: int, after: int, start: int = 0) -> str:
-    """A counter that jumps once."""
+    """Make a counter that jumps once."""
     return f"{start}x{before} {start + by}x{after}"
 
 
-def then(first: float, steps: int, second: float, more: int) -> str:
-    """A counter that grows by one rate, and then by another."""
-    return f"0+{first}x{steps} {first * steps + second}+{second}x{more}"
+def then(first: float, steps: int, second: float, more_steps: int) -> str:
+    """Make a counter that grows at one rate, and then at another."""
+    return f"0+{first}x{steps} {first * steps + second}+{second}x{more_steps}"
 
 
 TIER = {'tier_in_flight{tier="a"}': "5x120", 'tier_written_total{tier="a"}': steady(3),
@@ -52,15 +52,15 @@ RATIO = {"lookup_blocks_total": steady(1000, WEEK + 20), "hit_blocks_total": the
 """60 % of 100 blocks a minute for eight days, then 10 %."""
 
 FIRST_AT_ONE = "_x10 1x110"
-"""A counter that is first scraped after its first event: vLLM shows metrics from the first step on."""
+"""A counter that is first scraped after its first event, because vLLM shows metrics after the first step."""
 LATER_AT_ONE = "5x10 _x130 1x110"
-"""The same after two hours without the engine."""
+"""The same after two hours without a scrape."""
 CANARY = 'kvoffload_canary_result{result="%s"}'
 RAN = "kvoffload_canary_last_run_timestamp_seconds"
 
 
 def runs_every(minutes: int, num: int = 10) -> str:
-    """The time of the canary's last run, in steps of a minute."""
+    """Make the time of the canary's last run, in steps of a minute."""
     return " ".join(f"{60 * minutes * run}x{minutes - 1}" for run in range(num))
 
 
@@ -75,7 +75,7 @@ def grows_or_begins_above_zero(series: str, holds_minutes: int = 59) -> list[Cas
 
 
 def is_old(series: str) -> list[Case]:
-    """An event of long ago: it was scraped then, or the engine could not be scraped for two hours since."""
+    """Make an old event, scraped at that time, or before two hours without a scrape."""
     return [
         Case({series: "3x120"}, 110),
         Case({series: FIRST_AT_ONE}, 110),
@@ -92,7 +92,7 @@ FIRES = {
         for series, at in ((jump(20, 1, 900), 21), (jump(20, 1, 900), 800), (FIRST_AT_ONE, 11))
     ],
     "KVOffloadCanaryFails": [
-        # A run every ten minutes; the second that fails.
+        # A run every ten minutes; the second failure.
         Case({CANARY % "failed": "0x20 1x60", RAN: runs_every(10)}, 48),
         # A run every two hours.
         Case({CANARY % "failed": "0x130 1x400", RAN: runs_every(120)}, 360 + 17),
@@ -148,7 +148,7 @@ QUIET = {
         Case({CANARY % "failed": "0x119 1x119 0x119", RAN: runs_every(120)}, 250),
         # The first run fails.
         Case({CANARY % "failed": "1x60", RAN: "5x60"}, 50),
-        # Two fail, and the next one has a result.
+        # Two runs fail, and the next run has a result.
         Case({CANARY % "failed": "0x9 1x19 0x30", RAN: runs_every(10)}, 45),
     ],
     "KVOffloadCanaryStopped": [
@@ -168,14 +168,14 @@ QUIET = {
     "KVOffloadTierStalled": [
         Case(TIER),
         Case(TIER | {'tier_written_total{tier="a"}': "0x120", 'tier_in_flight{tier="a"}': "0x120"}),
-        # Reads that fail have an alarm of their own, and misses of the checksum too.
+        # Failed reads and wrong checksums have their own alarms.
         Case(TIER | {'tier_written_total{tier="a"}': "0x120", 'tier_read_total{tier="a"}': steady(1)}),
     ],
     "KVOffloadTierFails": [Case({'tier_failed_total{tier="a"}': jump(20, 5, 60)}, 25)],
     "KVOffloadWriteBudgetSpent": [
         Case({'tier_write_budget_bytes{tier="a"}': "100000x20 50000x120"} | {
             'tier_dropped_total{tier="a"}': steady(2)}),
-        # Nothing to write: the night.
+        # Nothing to write, as at night.
         Case(BUDGET | {'tier_dropped_total{tier="a"}': "9x120"}),
     ],
     "KVOffloadDiskTooSlow": [
@@ -192,7 +192,7 @@ QUIET = {
              WEEK + 12, 10),
         # Few hits at any time.
         Case(RATIO | {"hit_blocks_total": then(40, WEEK, 10, 20)}, WEEK + 12, 10),
-        # As low as yesterday at this time: the work of the night.
+        # As low as yesterday at this time: nightly work.
         Case(RATIO | {"hit_blocks_total": then(600, WEEK - DAY - 6, 100, DAY + 30)}, WEEK + 12, 10),
         # As low as a week ago: a weekend. 60 % on each other day.
         Case(RATIO | {"hit_blocks_total": f"0+100x{DAY + 20} {100 * DAY + 2600}+600x{7 * DAY - 20} "
@@ -205,7 +205,7 @@ QUIET = {
         Case(STORES | {"stored_blocks_total": steady(0.1)}, 90),
         Case(STORES | {"hit_blocks_total": steady(99)}, 90),
         Case(STORES | {"lookup_blocks_total": "900x120"}, 90),
-        # Prompts that come once, with reuse:2.
+        # Prompts that are used once, with reuse:2.
         Case(STORES | {'refused_blocks_total{reason="admission"}': steady(95)}, 90),
     ],
     "KVOffloadRecordingStopped": [Case({"unrecorded_requests_total": "5x120"})],
@@ -232,14 +232,14 @@ def check(tmp_path: Path, cases: dict[str, list[Case]], expected: bool) -> None:
 
 
 def described(name: str, case: Case, expected: bool) -> dict[str, Any]:
-    """Return a case as promtool reads it."""
+    """Return a case in promtool's format."""
     fired = {"labels": f'{{alertname="{name}"}}', "value": 1}
     query = {
         "expr": 'count by (alertname) (ALERTS{alertstate="firing"})',
         "eval_time": f"{case.at * case.step_minutes}m",
         "exp_samples": [fired] if expected else [],
     }
-    series = [{"series": named(one), "values": values} for one, values in case.series.items()]
+    series = [{"series": named(series_name), "values": values} for series_name, values in case.series.items()]
     return {"name": name, "interval": f"{case.step_minutes}m", "input_series": series,
             "promql_expr_test": [query]}  # fmt: skip
 
@@ -259,7 +259,7 @@ def test_no_alarm_fires_without_its_fault(tmp_path: Path) -> None:
 
 
 def test_prefixes_are_the_only_difference() -> None:
-    """So the cases above hold for the library, too."""
+    """Therefore the cases above are valid for the library, too."""
     in_vllm = {alarm.name: alarm.expression(VLLM_PREFIX) for alarm in ALARMS}
     for alarm in alarms(LIBRARY_PREFIX):
         assert alarm.expression(LIBRARY_PREFIX) == in_vllm[alarm.name].replace(VLLM_PREFIX, LIBRARY_PREFIX)
@@ -280,24 +280,24 @@ def test_the_rule_file_is_yaml_with_every_text() -> None:
         assert rule.get("for", "") == alarm.hold
 
 
-def test_the_library_has_all_alarms_but_those_of_vllms_features() -> None:
+def test_the_library_has_all_alarms_except_for_vllms_features() -> None:
     missing = {alarm.name for alarm in ALARMS} - {alarm.name for alarm in alarms(LIBRARY_PREFIX)}
     assert missing == {"KVOffloadWrongBlocks", "KVOffloadPaused", "KVOffloadRecordingStopped"}
 
 
-def test_alarms_use_metrics_that_exist_as_what_they_are() -> None:
+def test_alarms_use_existing_metrics_by_their_kind() -> None:
     counters = {family.series_name("") for family in FAMILIES if family.is_counter}
     gauges = {family.series_name("") for family in FAMILIES if not family.is_counter}
     for alarm in ALARMS:
         assert alarm.metrics <= counters | gauges, alarm.name
         for name in alarm.metrics:
             ranged = rf"(increase|rate)\(PREFIX_{name}(\{{[^}}]*\}})?\["
-            # Wrong blocks alarm until the engine restarts and counts from 0.
+            # The alarm for wrong blocks stays until a restart of the engine resets the counter.
             is_ranged = name in counters and alarm.name != "KVOffloadWrongBlocks"
             assert bool(re.search(ranged, alarm.template)) == is_ranged, (alarm.name, name)
 
 
-def test_alarms_of_the_canary_use_metrics_that_it_writes() -> None:
+def test_alarms_of_the_canary_use_existing_metrics() -> None:
     written = text_metrics(None, {}, 0.0)
     for alarm in ALARMS:
         for name, labels in re.findall(r"(kvoffload_canary_\w+)(\{[^}]*\})?", alarm.template):

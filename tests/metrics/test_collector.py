@@ -1,4 +1,4 @@
-"""The collector for engines other than vLLM: values, threads, and what it refuses."""
+"""The collector for engines other than vLLM: values, threads, and refused input."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BLOCK_BYTES = 64
 
 
 def serve(manager: Any, name: str, numbers: range) -> None:
-    """Load what is ready, and store the rest."""
+    """Load ready blocks, and store the others."""
     keys = Keys.pack([bytes([number]) * 16 for number in numbers], key_bytes=16)
     ctx = manager.begin_request(name, keys)
     num_ready = manager.lookup(keys, ctx).num_ready
@@ -43,7 +43,7 @@ def serve(manager: Any, name: str, numbers: range) -> None:
 
 
 def values_of(collector: Collector) -> dict[tuple[str, ...], float]:
-    """Return the values as a scrape shows them: by name and labels."""
+    """Return the values of a scrape by name and labels."""
     return {
         (sample.name, *sample.labels.values()): sample.value
         for family in collector.collect()
@@ -57,7 +57,7 @@ def tiered() -> tuple[TieredManager, ScriptedTier]:
     return TieredManager(8, key_bytes=16, policy="arc", ram=ram, tiers=[tier]), tier
 
 
-def test_values_are_the_managers() -> None:
+def test_values_equal_the_managers_statistics() -> None:
     manager = OffloadingManager(4, key_bytes=16, policy="arc")
     collector = Collector(manager, name="chat")
     serve(manager, "a", range(4))
@@ -76,7 +76,7 @@ def test_values_are_the_managers() -> None:
     assert not any("tier" in name for name, *_ in values)
 
 
-def test_hits_are_counted_where_they_were() -> None:
+def test_hits_are_counted_by_place() -> None:
     rig = Rig(capacity=4)
     collector = Collector(rig.manager)
     rig.store("c")
@@ -97,10 +97,10 @@ def test_hits_are_counted_where_they_were() -> None:
     rig.manager.close()
 
 
-def test_every_metric_of_the_library_is_there_from_the_first_update_on() -> None:
+def test_every_metric_exists_after_the_first_update() -> None:
     manager, _ = tiered()
     collector = Collector(manager)
-    assert not values_of(collector), "a scrape before the first step shows nothing, not zeros"
+    assert not values_of(collector), "a scrape before the first step has no values, not zeros"
     collector.update()
     names = {name for name, *_ in values_of(collector)}
     expected = {family.series_name("kvoffload_") for family in FAMILIES if not family.is_of_vllm}
@@ -114,7 +114,7 @@ def test_every_metric_of_the_library_is_there_from_the_first_update_on() -> None
     manager.close()
 
 
-def test_a_counter_is_the_managers_or_the_engines() -> None:
+def test_counters_belong_to_the_manager_or_the_engine() -> None:
     manager, _ = tiered()
     collector = Collector(manager)
     for metric in ENGINE_COUNTERS:
@@ -126,7 +126,7 @@ def test_a_counter_is_the_managers_or_the_engines() -> None:
 
 
 @pytest.mark.parametrize("number", [-5, float("nan"), 2.5, "3", np.int64(-1)])
-def test_a_count_that_is_no_number_of_blocks_is_refused(number: Any) -> None:
+def test_invalid_counts_are_refused(number: Any) -> None:
     collector = Collector(OffloadingManager(4, key_bytes=16))
     with pytest.raises(ConfigError, match=r"number: .*allowed: an integer of at least 0"):
         collector.count("lookup_blocks", number)
@@ -137,7 +137,7 @@ def test_a_count_that_is_no_number_of_blocks_is_refused(number: Any) -> None:
     assert values_of(collector)["kvoffload_lookup_blocks_total", "kvoffload"] == 5
 
 
-def test_a_scrape_in_another_thread_sees_values_of_one_moment() -> None:
+def test_a_scrape_in_another_thread_is_consistent() -> None:
     """`stored == ready + evicted + discarded` holds after every step, and in every scrape."""
     manager = OffloadingManager(8, key_bytes=16)
     collector = Collector(manager)
@@ -150,8 +150,10 @@ def test_a_scrape_in_another_thread_sees_values_of_one_moment() -> None:
             if values:
                 num_scrapes += 1
                 stored = values["kvoffload_stored_blocks_total"]
-                gone = values["kvoffload_evicted_blocks_total"] + values["kvoffload_discarded_blocks_total"]
-                if stored != values["kvoffload_ready_blocks"] + gone:
+                removed = (
+                    values["kvoffload_evicted_blocks_total"] + values["kvoffload_discarded_blocks_total"]
+                )
+                if stored != values["kvoffload_ready_blocks"] + removed:
                     wrong.append(values)
 
     thread = threading.Thread(target=scrape)
@@ -167,8 +169,8 @@ def test_a_scrape_in_another_thread_sees_values_of_one_moment() -> None:
     assert not wrong
 
 
-def test_a_cache_counts_by_itself(tmp_path: Path) -> None:
-    """Lookups are hits and misses together, and a damaged block of RAM is a verification failure."""
+def test_a_cache_counts_its_own_events(tmp_path: Path) -> None:
+    """Lookups are the sum of hits and misses; a damaged block of RAM is a verification failure."""
     layout = layout_of()
     engine, tokens = TokenEngine(layout), [*range(8 * BLOCK_TOKENS + 1)]
     place = {"block_ids": [*range(9)]}
@@ -227,8 +229,8 @@ def _fails(*_: Any) -> Any:
     raise OSError("out of order")
 
 
-def test_counters_in_a_shared_pool_are_of_the_engine_and_gauges_of_the_pool() -> None:
-    """The sum over the engines of a pool must not count a block once for each engine."""
+def test_counters_of_a_shared_pool_are_per_engine_and_gauges_per_pool() -> None:
+    """A sum over the engines of a pool must not count a block several times."""
     members = Members(2, 5, key_bytes=16, policy="lru", shares=(1, 0))
     serve(members.managers[0], "r", range(3))
     serve(members.managers[1], "r", range(2))
@@ -250,13 +252,13 @@ def test_two_managers_in_one_registry_are_refused() -> None:
         registry.register(Collector(OffloadingManager(4, key_bytes=16), name="b"))
 
 
-def test_without_the_client_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_client_the_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ConfigError, match=r"pip install 'kvoffload\[metrics\]'"):
         Collector(OffloadingManager(4, key_bytes=16))
 
 
-def test_the_text_is_what_prometheus_reads(tmp_path: Path) -> None:
+def test_prometheus_accepts_the_text(tmp_path: Path) -> None:
     manager, _ = tiered()
     registry = prometheus_client.CollectorRegistry()
     collector = Collector(manager, name='a "name"')

@@ -1,4 +1,4 @@
-"""The dashboard: the file in the wheel, its queries, its explanations."""
+"""The dashboard: the file in the wheel, its queries and its explanations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SERIES = {family.series_name(""): family for family in FAMILIES}
 
 
-def test_the_file_is_what_the_tool_makes() -> None:
+def test_the_file_equals_the_output_of_the_tool() -> None:
     pytest.importorskip("grafana_foundation_sdk", reason="no grafana-foundation-sdk: it needs Python 3.11")
     sys.path.insert(0, str(ROOT / "tools"))
     try:
@@ -41,12 +41,12 @@ def test_the_command_prints_the_file() -> None:
     ]
 
 
-def test_every_panel_has_an_explanation_and_a_number_of_its_own() -> None:
+def test_every_panel_has_an_explanation_and_a_unique_number() -> None:
     shown = panels()
     assert all(panel["description"].endswith(".") for panel in shown)
     titles = [panel["title"] for panel in shown]
     assert len({panel["id"] for panel in shown}) == len(shown) == 37
-    assert len(set(titles)) >= len(titles) - 1, "only the hit ratio is shown twice"
+    assert len(set(titles)) >= len(titles) - 1, "only the hit ratio has two panels"
 
 
 def test_panels_lie_side_by_side() -> None:
@@ -59,7 +59,7 @@ def test_panels_lie_side_by_side() -> None:
         cells |= own
 
 
-def test_queries_name_metrics_that_exist_with_labels_that_they_have() -> None:
+def test_queries_use_existing_metrics_and_labels() -> None:
     for query in queries():
         for name in re.findall(r"\$\{prefix\}(\w+)", query):
             family = SERIES[name]
@@ -104,7 +104,7 @@ def test_the_list_of_metrics_is_complete() -> None:
     }
 
 
-def test_the_command_writes_a_file_and_refuses_two_things_at_once(tmp_path: Path) -> None:
+def test_the_command_writes_a_file_and_refuses_two_outputs(tmp_path: Path) -> None:
     done = kvoffload("metrics", "--rules", "--source", "library", "--output", tmp_path / "rules.yml")
     assert (done.returncode, done.stdout) == (0, "")
     assert "increase(kvoffload_internal_errors_total[1h])" in (tmp_path / "rules.yml").read_text()
@@ -120,7 +120,7 @@ def test_the_command_writes_a_file_and_refuses_two_things_at_once(tmp_path: Path
     assert "allowed: a regular file, or a new one" in done.stderr
 
 
-def test_the_list_is_written_in_the_form_that_is_asked_for(tmp_path: Path) -> None:
+def test_the_list_is_written_in_the_requested_format(tmp_path: Path) -> None:
     file = tmp_path / "list"
     assert kvoffload("metrics", "--output", file).returncode == 0
     assert "vllm:kvoffload_hit_blocks_total" in file.read_text()

@@ -15,7 +15,7 @@ from kvoffload.metrics.families import (
 )
 
 
-def test_every_family_has_a_name_of_its_own_and_a_meaning() -> None:
+def test_every_family_has_a_unique_name_and_a_meaning() -> None:
     names = [family.name for family in FAMILIES]
     assert len(set(names)) == len(names)
     assert all(family.meaning.endswith(".") for family in FAMILIES)
@@ -35,6 +35,6 @@ def test_the_help_text_explains_each_value_of_a_label() -> None:
     assert Family("refused", True, "Refused.").documentation == "Refused."
 
 
-def test_each_action_that_the_hints_count_has_a_meaning() -> None:
+def test_each_counted_action_of_hints_has_a_meaning() -> None:
     actions = {hints.RETAIN, hints.DEMOTE, hints.PREFETCH, hints.END_SESSION, hints.UNKNOWN, hints.INVALID}
     assert actions == set(KV_HINTS)

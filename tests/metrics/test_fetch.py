@@ -1,4 +1,4 @@
-"""Downloads of metrics from servers that answer in odd ways."""
+"""Downloads of metrics from servers with unusual or invalid answers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ANSWERS = {
 
 @pytest.fixture
 def server() -> Iterator[str]:
-    """A server that sends the pieces of an answer one by one, the slow ones every 50 ms."""
+    """A server that sends an answer in pieces; slow answers have a piece every 50 ms."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
@@ -70,12 +70,12 @@ def test_a_whole_answer_is_returned(server: str, path: str) -> None:
         ("/slow", "no complete answer in 0.3 s"),
     ],
 )
-def test_other_answers_are_one_error(server: str, path: str, why: str) -> None:
+def test_invalid_answers_are_one_error(server: str, path: str, why: str) -> None:
     with pytest.raises(UnavailableError, match=re.escape(why)):
         fetch(server + path, 0.3)
 
 
-def test_an_answer_without_end_is_refused(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_answer_is_refused(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_BYTES", 1 << 20)
     with pytest.raises(UnavailableError, match="more than 1,048,576 bytes"):
         fetch(server + "/long", 5.0)
@@ -84,7 +84,7 @@ def test_an_answer_without_end_is_refused(server: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     "address", ["", "http://", "ftp://host/metrics", "http://[bad", "host:0", "http://host:99999"]
 )
-def test_other_addresses_are_refused(address: str) -> None:
+def test_invalid_addresses_are_refused(address: str) -> None:
     with pytest.raises(ConfigError, match="an HTTP address, such as http://localhost:8000/metrics"):
         metrics_url(address)
 

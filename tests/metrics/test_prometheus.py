@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes engines of the library: each fault raises its alarm, and a sound engine none."""
+"""A real Prometheus scrapes engines of the library: each fault raises its alarm, a sound engine none."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FILLING = 7
 
 
 class UnreachableTier(ScriptedTier):
-    """A tier that says that a server of it does not answer."""
+    """A tier that reports an unreachable server."""
 
     def stats(self) -> TierStats:
         return replace(super().stats(), circuit_open=1)
@@ -48,7 +48,7 @@ class HungTier(ScriptedTier):
 
 
 class FailingTier(ScriptedTier):
-    """A tier that fails to write."""
+    """A tier whose writes fail."""
 
     def end(self, job: Any) -> None:
         job.fail = set(job.keys)
@@ -56,7 +56,7 @@ class FailingTier(ScriptedTier):
 
 
 class Engine:
-    """An engine with an exporter of its own. `step` is one request of four blocks."""
+    """An engine with its own exporter. `step` is one request of four blocks."""
 
     def __init__(self, name: str, stack: ExitStack, num_blocks: int = 64, **options: Any) -> None:
         self.ram = MemoryTier(num_blocks, BLOCK_BYTES)
@@ -79,13 +79,13 @@ class Engine:
         stack.callback(server.shutdown)
 
     def step(self, first: int, *, fails: bool = False, num_lookups: int = 4) -> None:
-        """Load the blocks from `first` on that are ready, and store the others."""
+        """Load the ready blocks from `first` on, and store the others."""
         keys = Keys.pack([b"%016d" % number for number in range(first, first + 4)], KEY_BYTES)
         ctx = self.manager.begin_request(f"{self.name}-{next(self._names)}", keys)
-        while (found := self.manager.lookup(keys, ctx)).stopped_by is LookupResult.RETRY:
+        while (hits := self.manager.lookup(keys, ctx)).stopped_by is LookupResult.RETRY:
             time.sleep(0.001)  # the forward pass of other requests
             self.manager.poll()
-        num_ready = found.num_ready
+        num_ready = hits.num_ready
         self.metrics.count("lookup_blocks", num_lookups)
         if num_ready:
             self.manager.complete_load(self.manager.prepare_load(keys[:num_ready], ctx))
@@ -101,17 +101,17 @@ class Engine:
 
 
 class World:
-    """Engines with a fault each, and one without.
+    """Engines with one fault each, and a sound engine.
 
     Attributes:
-        hits_end: from this monotonic time on the engine `fading` has no hits.
+        hits_end: monotonic time after which the engine `fading` has no hits.
     """
 
     def __init__(self, tmp_path: Path, stack: ExitStack) -> None:
         self._disk = tmp_path / "damaged"
 
-        def disk(path: Path, **more: Any) -> Any:
-            options = {"type": "disk", "path": str(path), "capacity": "8MiB", **more}
+        def disk(path: Path, **extra: Any) -> Any:
+            options = {"type": "disk", "path": str(path), "capacity": "8MiB", **extra}
             return open_tier(options, block_bytes=BLOCK_BYTES, key_bytes=KEY_BYTES, fingerprint="test")
 
         def engine(name: str, *tiers: Any, **options: Any) -> Engine:
@@ -133,7 +133,7 @@ class World:
             FailingTier(BLOCK_BYTES, name="failing", immediate=True),
         ]
         self.broken = engine("broken", *broken)
-        self.engines = [one for one in vars(self).values() if isinstance(one, Engine)]
+        self.engines = [value for value in vars(self).values() if isinstance(value, Engine)]
         self.hits_end = time.monotonic() + PATIENCE_S
         self._numbers, self._num_steps = itertools.count(1000), 0
 
@@ -141,7 +141,7 @@ class World:
         return 4 * next(self._numbers)
 
     def step(self) -> None:
-        """One step of every engine."""
+        """Run one step of every engine."""
         self._num_steps += 1
         number = self._num_steps
         self.sound.step(4 * (number % 16))
@@ -175,10 +175,10 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def step_until(world: World, is_done: Callable[[], bool], told: Callable[[], object]) -> None:
+def step_until(world: World, is_done: Callable[[], bool], describe: Callable[[], object]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not is_done():
-        assert time.monotonic() < deadline, told()
+        assert time.monotonic() < deadline, describe()
         for _ in range(5):
             world.step()
         time.sleep(0.02)
@@ -195,30 +195,30 @@ def test_each_fault_raises_its_alarm(tmp_path: Path, stack: ExitStack) -> None:
     targets["ended"] = stack.enter_context(serving(canary_metrics(Verdict.WITHIN_NOISE, now - 90_000)))
     rules = hurried(rule_file(LIBRARY_PREFIX))
     prometheus = stack.enter_context(running_prometheus(tmp_path, targets, rules))
-    expected, seen = {alarm.name for alarm in alarms(LIBRARY_PREFIX)}, dict[str, dict[str, Any]]()
+    expected, fired = {alarm.name for alarm in alarms(LIBRARY_PREFIX)}, dict[str, dict[str, Any]]()
 
     def all_fired() -> bool:
         for alert in prometheus.ask("alerts")["alerts"]:
             if alert["state"] == "firing":
                 assert alert["labels"]["job"] != "sound", alert
-                seen[alert["labels"]["alertname"]] = alert
-        return expected <= set(seen)
+                fired[alert["labels"]["alertname"]] = alert
+        return expected <= set(fired)
 
     world.hits_end = time.monotonic() + 25
-    step_until(world, all_fired, lambda: expected - set(seen))
-    assert set(seen) == expected
-    for alert in seen.values():
+    step_until(world, all_fired, lambda: expected - set(fired))
+    assert set(fired) == expected
+    for alert in fired.values():
         texts = alert["annotations"]
         assert not any(
             mark in text for text in texts.values() for mark in ("{{", "<no value>", "error expanding")
         )
-    assert seen["KVOffloadTierStalled"]["labels"]["tier"] == "hung"
-    assert seen["KVOffloadTierUnreachable"]["labels"]["tier"] == "far"
+    assert fired["KVOffloadTierStalled"]["labels"]["tier"] == "hung"
+    assert fired["KVOffloadTierUnreachable"]["labels"]["tier"] == "far"
     check_queries(world, prometheus)
 
 
 def check_queries(world: World, prometheus: Prometheus) -> None:
-    """Every query of the dashboard has data, without those of vLLM's own metrics and features."""
+    """Check that every query of the dashboard has data, except for vLLM's own metrics and features."""
     not_here = ("vllm:", "audited_blocks", "what_if", "tenant_")
     expected = {query for query in queries() if any(name in query for name in not_here)}
     step_until(

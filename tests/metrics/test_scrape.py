@@ -41,7 +41,7 @@ def test_samples_are_read_and_other_lines_skipped() -> None:
 
 @pytest.mark.parametrize("separator", ["\u2028", "\x85", "\x0b", "\x1c"])
 def test_only_a_line_feed_ends_a_line(separator: str) -> None:
-    """A tenant's name may contain any character, and Prometheus escapes only the line feed."""
+    """A tenant's name can contain any character, and Prometheus escapes only the line feed."""
     read = samples(f'held{{tenant="a{separator}b"}} 1\r\nheld{{tenant="c"}} 2')
     assert read == [Sample("held", {"tenant": f"a{separator}b"}, 1.0), Sample("held", {"tenant": "c"}, 2.0)]
 
@@ -51,10 +51,10 @@ def test_sums_are_over_labels() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "<html>no metrics</html>", "{}", "a{", "# only a comment"])
-def test_other_texts_have_no_samples(text: str) -> None:
+def test_invalid_texts_have_no_samples(text: str) -> None:
     assert samples(text) == []
 
 
 def test_a_line_of_digits_takes_no_quadratic_time() -> None:
-    """Such a line took minutes: half a million digits, which a regular expression tried one by one."""
+    """Regression: a regular expression took minutes for half a million digits."""
     assert samples("x " + "1" * 500_000 + "z") == []

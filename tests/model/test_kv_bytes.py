@@ -1,4 +1,4 @@
-"""Bytes of a token, from configurations of models as they are published."""
+"""Bytes of a token, from published configurations of models."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ FP8_SCHEME = {"dynamic": False, "num_bits": 8, "type": "float"}
 
 
 @pytest.mark.parametrize(
-    ("inside", "beside", "found"),
+    ("inside", "beside", "dtype"),
     [
         ({"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}, None, "FP8"),
         ({"producer": {"name": "modelopt"}, "kv_cache_scheme": FP8_SCHEME}, None, "8-bit float"),
@@ -164,14 +164,14 @@ FP8_SCHEME = {"dynamic": False, "num_bits": 8, "type": "float"}
     ],
 )
 def test_a_checkpoint_that_sets_the_dtype_of_the_cache_needs_the_option(
-    tmp_path: Path, inside: dict[str, Any] | None, beside: dict[str, Any] | None, found: str
+    tmp_path: Path, inside: dict[str, Any] | None, beside: dict[str, Any] | None, dtype: str
 ) -> None:
-    """vLLM's ``auto`` then means the checkpoint's dtype, not the model's."""
+    """In this case vLLM's ``auto`` is the checkpoint's dtype, not the model's."""
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA_8B, "quantization_config": inside}))
     if beside is not None:
         (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
     with pytest.raises(
-        ConfigError, match=f"^model: .* stores the KV cache as {found}; give --kv-cache-dtype"
+        ConfigError, match=f"^model: .* stores the KV cache as {dtype}; give --kv-cache-dtype"
     ):
         bytes_per_token(str(tmp_path))
     assert bytes_per_token(str(tmp_path), "fp8") == 64 * 1024
@@ -189,7 +189,7 @@ def test_other_quantization_leaves_the_cache_as_in_the_model(tmp_path: Path) -> 
         assert bytes_per_token(str(tmp_path)) == 128 * 1024
 
 
-def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_and_paths_of_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert bytes_per_token("meta-llama/Llama-3.1-8B-Instruct") == 128 * 1024
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     snapshot = tmp_path / "hub" / "models--some--model" / "snapshots" / "abc"
@@ -223,7 +223,9 @@ def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_what_cannot_be_understood_is_said(tmp_path: Path, content: str, reason: str) -> None:
+def test_unknown_configurations_are_refused_with_the_reason(
+    tmp_path: Path, content: str, reason: str
+) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=f"^model: .*{reason}"):
         bytes_per_token(str(tmp_path))

@@ -1,4 +1,4 @@
-"""Which weights a model has: equal for copies, different for others, refused where it cannot be known."""
+"""Identity of a model's weights: equal for copies, different for other weights, refused if unknown."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMMIT, OTHER = "0123456789abcdef" * 2 + "01234567", "f" * 40
 
 @pytest.fixture(autouse=True)
 def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Nothing of the user's: what is remembered and downloaded is in a directory of the test."""
+    """Use a directory of the test for the cached digests and the downloads."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     return tmp_path
@@ -33,21 +33,21 @@ def model(place: Path, weights: bytes = b"weights", config: str = "{}") -> str:
     return str(place)
 
 
-def test_copies_are_one_and_other_weights_are_not(tmp_path: Path) -> None:
+def test_copies_have_equal_identities_and_other_weights_do_not(tmp_path: Path) -> None:
     first = model(tmp_path / "a")
     shutil.copytree(first, tmp_path / "b")
     os.utime(tmp_path / "b/model.safetensors", (1, 1))
     assert weights_identity(first) == weights_identity(str(tmp_path / "b"))
-    others = [
+    different = [
         model(tmp_path / "c", weights=b"weighty"),
         model(tmp_path / "d", config="{ }"),
         model(tmp_path / "e", weights=b"weights "),
     ]
     (Path(model(tmp_path / "f")) / "model-2.safetensors").write_bytes(b"")
-    assert len({weights_identity(path) for path in [first, *others, str(tmp_path / "f")]}) == 5
+    assert len({weights_identity(path) for path in [first, *different, str(tmp_path / "f")]}) == 5
 
 
-def test_weights_that_are_replaced_are_seen_and_others_are_read_once(
+def test_replaced_weights_are_read_again_and_others_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = model(tmp_path / "a")
@@ -63,11 +63,11 @@ def test_weights_that_are_replaced_are_seen_and_others_are_read_once(
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[1]", b'{"a": 1}', b"\xff"])
-def test_what_is_remembered_may_be_lost(tmp_path: Path, damage: bytes) -> None:
+def test_a_damaged_cache_of_digests_is_rebuilt(tmp_path: Path, damage: bytes) -> None:
     path = model(tmp_path / "a")
-    found = weights_identity(path)
+    identity = weights_identity(path)
     (tmp_path / "cache/kvoffload/weights.json").write_bytes(damage)
-    assert weights_identity(path) == found
+    assert weights_identity(path) == identity
     assert json.loads((tmp_path / "cache/kvoffload/weights.json").read_bytes())
 
 
@@ -77,23 +77,23 @@ def test_a_cache_that_cannot_be_written_costs_only_time(tmp_path: Path) -> None:
     assert weights_identity(path) == weights_identity(path)
 
 
-def test_a_model_of_a_hub_is_its_commit_wherever_it_is(tmp_path: Path) -> None:
+def test_a_model_of_a_hub_is_identified_by_its_commit(tmp_path: Path) -> None:
     path = model(tmp_path / "hub/models--org--name/snapshots" / COMMIT)
     assert weights_identity("org/name") == weights_identity(path) == f"commit {COMMIT}"
 
 
-def test_a_further_cache_of_weights_counts(tmp_path: Path) -> None:
-    more = str(tmp_path / "more")
+def test_weights_in_a_second_cache_are_found(tmp_path: Path) -> None:
+    second_cache = str(tmp_path / "more")
     model(tmp_path / "more/models--org--name/snapshots" / COMMIT)
-    assert weights_identity("org/name", more) == f"commit {COMMIT}"
-    model(tmp_path / "hub/models--org--name/snapshots" / COMMIT)  # the configuration, of the same commit
-    assert weights_identity("org/name", more) == f"commit {COMMIT}"
+    assert weights_identity("org/name", second_cache) == f"commit {COMMIT}"
+    model(tmp_path / "hub/models--org--name/snapshots" / COMMIT)  # the configuration of the same commit
+    assert weights_identity("org/name", second_cache) == f"commit {COMMIT}"
     model(tmp_path / "hub/models--org--name/snapshots" / OTHER)
     with pytest.raises(ConfigError, match="several revisions"):
-        weights_identity("org/name", more)
+        weights_identity("org/name", second_cache)
 
 
-def test_what_cannot_be_known_is_refused(tmp_path: Path) -> None:
+def test_unknown_weights_are_refused(tmp_path: Path) -> None:
     model(tmp_path / "hub/models--org--two/snapshots" / COMMIT)
     model(tmp_path / "hub/models--org--two/snapshots" / OTHER)
     (tmp_path / "empty").mkdir()
@@ -104,7 +104,7 @@ def test_what_cannot_be_known_is_refused(tmp_path: Path) -> None:
             weights_identity(name)
 
 
-# ---- as part of what an engine says of itself
+# ---- as part of an engine's fingerprint
 
 
 @pytest.fixture
@@ -112,8 +112,10 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "is_on_cpu", lambda: False)
 
 
-def of_engine(path: str, *, commit: str = "", theta: float = 1e4, draft: str = "", **more: Any) -> Producer:
-    identity = {"model": path, "vllm": "0.32.0", "dtype": "bfloat16", "parallel": [1, 1], **more}
+def of_engine(
+    path: str, *, commit: str = "", theta: float = 1e4, draft: str = "", **options: Any
+) -> Producer:
+    identity = {"model": path, "vllm": "0.32.0", "dtype": "bfloat16", "parallel": [1, 1], **options}
     models = [(path, commit)] + [(draft, "")] * bool(draft)
     return Producer(identity, {"model.hf_config.rope_theta": theta}, tuple(models), lambda named: "")
 
@@ -123,7 +125,7 @@ def test_engines_with_copies_of_a_model_share(tmp_path: Path, monkeypatch: pytes
     first = model(tmp_path / "a")
     copy = str(shutil.copytree(first, tmp_path / "b"))
     os.utime(tmp_path / "b/model.safetensors", (1, 1))
-    assert fingerprint(of_engine(first)) != fingerprint(of_engine(copy)), "a disk is of one machine"
+    assert fingerprint(of_engine(first)) != fingerprint(of_engine(copy)), "a disk belongs to one machine"
     shared = shared_fingerprint(of_engine(first), "")
     assert shared_fingerprint(of_engine(copy), "") == shared
     monkeypatch.setattr(tiers, "cpu_capability", lambda: "another processor")
@@ -134,7 +136,7 @@ def test_engines_with_copies_of_a_model_share(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.usefixtures("on_gpu")
-def test_engines_that_compute_other_bytes_do_not(tmp_path: Path) -> None:
+def test_engines_with_different_kv_do_not_share(tmp_path: Path) -> None:
     path = model(tmp_path / "a")
     engines = [
         of_engine(path),
@@ -150,33 +152,35 @@ def test_engines_that_compute_other_bytes_do_not(tmp_path: Path) -> None:
     assert len({fingerprint(engine) for engine in engines}) == len(engines)
     before = fingerprint(engines[0]), shared_fingerprint(engines[0], "")
     (tmp_path / "a/modeling_mine.py").write_text("def forward(): ...")
-    assert before[0] != fingerprint(engines[0]), "code beside weights is part of them"
+    assert before[0] != fingerprint(engines[0]), "code in the model's folder is part of the identity"
     assert before[1] != shared_fingerprint(engines[0], "")
 
 
 @pytest.mark.usefixtures("on_gpu")
-def test_a_commit_that_the_engine_has_loaded_is_known_where_several_are_cached(tmp_path: Path) -> None:
+def test_the_loaded_commit_is_used_if_several_are_cached(tmp_path: Path) -> None:
     for commit in (COMMIT, OTHER):
         model(tmp_path / "hub/models--org--two/snapshots" / commit)
-    one, other = (of_engine("org/two", commit=commit) for commit in (COMMIT, OTHER))
-    assert shared_fingerprint(one, "") != shared_fingerprint(other, "")
-    assert fingerprint(one) != fingerprint(other)
+    first, second = (of_engine("org/two", commit=commit) for commit in (COMMIT, OTHER))
+    assert shared_fingerprint(first, "") != shared_fingerprint(second, "")
+    assert fingerprint(first) != fingerprint(second)
 
 
 @pytest.mark.usefixtures("on_gpu")
-def test_a_name_that_the_user_gives_stands_for_the_weights() -> None:
-    one = shared_fingerprint(of_engine("org/none"), "llama-3.1 run 7")
-    assert one == shared_fingerprint(of_engine("elsewhere/of/another/path"), "llama-3.1 run 7")
-    assert one != shared_fingerprint(of_engine("org/none"), "llama-3.1 run 8")
-    assert one != shared_fingerprint(of_engine("org/none", theta=1e6), "llama-3.1 run 7"), "not for the rest"
-    assert one == shared_fingerprint(of_engine("org/none", commit=COMMIT), "llama-3.1 run 7")
+def test_a_given_name_replaces_the_identity_of_the_weights() -> None:
+    shared = shared_fingerprint(of_engine("org/none"), "llama-3.1 run 7")
+    assert shared == shared_fingerprint(of_engine("elsewhere/of/another/path"), "llama-3.1 run 7")
+    assert shared != shared_fingerprint(of_engine("org/none"), "llama-3.1 run 8")
+    assert shared != shared_fingerprint(of_engine("org/none", theta=1e6), "llama-3.1 run 7"), (
+        "the name replaces only the weights"
+    )
+    assert shared == shared_fingerprint(of_engine("org/none", commit=COMMIT), "llama-3.1 run 7")
     with pytest.raises(ConfigError, match="identity=NAME"):
         shared_fingerprint(of_engine("org/none"), "")
 
 
 @pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize(("seed", "refused"), [(None, True), ("random", True), ("0", False), ("17", False)])
-def test_keys_that_no_other_process_has_are_refused(
+def test_keys_with_a_random_seed_are_refused(
     monkeypatch: pytest.MonkeyPatch, seed: str | None, refused: bool
 ) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)

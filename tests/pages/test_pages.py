@@ -1,4 +1,4 @@
-"""Reports: one file, the numbers of ``--format json``, and charts that a real browser draws."""
+"""Reports: one file with the numbers of ``--format json``, and charts drawn by a real browser."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PHONE, DESK = 360, 1200
 
 @pytest.fixture(scope="module")
 def plan(chat: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The page of a plan, and what the same command printed as JSON."""
+    """The page of a plan, and the JSON of the same command."""
     home = tmp_path_factory.mktemp("plan-page")
     ssd = Ssd(drive="400MiB", price=10, slots=1, writes_per_day=5)
     (home / "prices.toml").write_text(as_toml(Prices(ram=Ram(module="100MiB", price=9, slots=4), ssd=ssd)))
@@ -47,7 +47,7 @@ def plan(chat: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str
 
 @pytest.fixture(scope="module")
 def sampled(chat: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The same of engines that may share servers, searched on one of two sessions."""
+    """Page and JSON of a plan with shared servers, searched on one of two sessions."""
     home = tmp_path_factory.mktemp("sampled-page")
     of_server = Server(memory="300MiB", price=5, slots=2)
     for_sale = Prices(ram=Ram(module="100MiB", price=9, slots=4), ssd=Ssd(slots=0), server=of_server)
@@ -64,7 +64,7 @@ def sampled(chat: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 
 @pytest.fixture(scope="module")
 def sweep(chat: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The same of a sweep."""
+    """Page and JSON of a sweep."""
     path = tmp_path_factory.mktemp("sweep-page") / "sweep.html"
     done = kvoffload(
         "sweep", chat, "--capacities", "2%,5%,10%", "--device-blocks", "0,0.5x", "--jobs", "1", "--quiet",
@@ -76,7 +76,7 @@ def sweep(chat: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, st
 
 @pytest.fixture(scope="module")
 def explain(chat: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The same of an explanation."""
+    """Page and JSON of an explanation."""
     path = tmp_path_factory.mktemp("explain-page") / "explain.html"
     done = kvoffload("explain", chat, "--report", path, "--format", "json", "--quiet")
     assert done.returncode == 0, done.stderr
@@ -84,7 +84,7 @@ def explain(chat: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 
 
 class Page(html.parser.HTMLParser):
-    """What stands in a page: texts by tag, scripts by id, and whatever would be loaded."""
+    """Content of a page: texts by tag, scripts by id, and addresses that the browser would load."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Page(html.parser.HTMLParser):
             self._open.append((tag, given.get("id") or ""))
 
     def handle_endtag(self, tag: str) -> None:
-        assert self._open.pop()[0] == tag, "tags close in the order in which they were opened"
+        assert self._open.pop()[0] == tag, "tags are properly nested"
 
     def handle_data(self, data: str) -> None:
         tag, its_id = self._open[-1] if self._open else ("", "")
@@ -114,7 +114,7 @@ class Page(html.parser.HTMLParser):
 
 
 def charts(page: Page) -> dict[str, Any]:
-    return {one["id"]: one for one in json.loads(page.scripts["charts"])}
+    return {chart["id"]: chart for chart in json.loads(page.scripts["charts"])}
 
 
 @pytest.mark.parametrize("kind", ["plan", "sweep", "explain"])
@@ -132,81 +132,85 @@ def test_a_page_has_the_numbers_of_the_json(kind: str, request: pytest.FixtureRe
 
 def test_the_charts_of_a_plan_have_its_rows(plan: tuple[Path, str]) -> None:
     path, printed = plan
-    page, found = Page(path), json.loads(printed)
+    page, plan_json = Page(path), json.loads(printed)
     drawn = charts(page)
     assert set(drawn) == {"frontier", "over-ram", "places", "wear", "waits", "over-time"}
     paragraphs = [text.replace("\u00a0", " ") for tag, text in page.texts if tag == "p"]
     titles = [text for tag, text in page.texts if tag == "h2"]
     assert titles[:3] == ["Waits", "Other purchases", "Limits"], "the sections of the answer come first"
-    for sentence in (*found["words"], *found["cannot_tell"]):
+    for sentence in (*plan_json["words"], *plan_json["cannot_tell"]):
         assert sentence in paragraphs
-    by_name = {one["name"]: one for one in drawn["frontier"]["data"]}
+    by_name = {row["name"]: row for row in drawn["frontier"]["data"]}
     for name, rows in (
-        ("feasible", [row for row in found["rows"] if row["feasible"]]),
-        ("infeasible: SSD wear", [row for row in found["rows"] if row["exceeds"] == "SSD wear"]),
-        ("most for the money", found["frontier"]),
-        ("recommended", [found["chosen"]]),
+        ("feasible", [row for row in plan_json["rows"] if row["feasible"]]),
+        ("infeasible: SSD wear", [row for row in plan_json["rows"] if row["exceeds"] == "SSD wear"]),
+        ("most for the money", plan_json["frontier"]),
+        ("recommended", [plan_json["chosen"]]),
     ):
         assert by_name[name]["x"] == [row["price"] for row in rows]
         assert by_name[name]["y"] == [100 * row["saved"] for row in rows]
-    lines = [one for one in drawn["over-ram"]["data"] if one["name"] != "optimum" and len(one["x"]) > 2]
-    alone = [row for row in found["rows"] if row["ram_modules"] and not row["ssd_drives"]]
-    points = sorted((x, y) for one in lines for x, y in zip(one["x"], one["y"], strict=True))
+    lines = [
+        series for series in drawn["over-ram"]["data"] if series["name"] != "optimum" and len(series["x"]) > 2
+    ]
+    alone = [row for row in plan_json["rows"] if row["ram_modules"] and not row["ssd_drives"]]
+    points = sorted((x, y) for line in lines for x, y in zip(line["x"], line["y"], strict=True))
     assert points
     assert set(points) <= {(row["ram_bytes"] / 2**30, 100 * row["saved"]) for row in alone}
-    best = next(one for one in drawn["over-ram"]["data"] if one["name"] == "optimum")
+    best = next(series for series in drawn["over-ram"]["data"] if series["name"] == "optimum")
     assert all(
         y <= top + 1e-9 for x, y in points for at, top in zip(best["x"], best["y"], strict=True) if at == x
     )
-    stacked = [sum(parts) for parts in zip(*(one["y"] for one in drawn["places"]["data"]), strict=True)]
-    assert stacked == pytest.approx([100 * row["saved"] for row in found["frontier"]])
-    assert {row["exceeds"] for row in found["rows"] if not row["feasible"]} == {"SSD wear"}
-    runs = [found["in_time"][name] for name in ("with_offload", "without")]
+    stacked = [
+        sum(shares) for shares in zip(*(series["y"] for series in drawn["places"]["data"]), strict=True)
+    ]
+    assert stacked == pytest.approx([100 * row["saved"] for row in plan_json["frontier"]])
+    assert {row["exceeds"] for row in plan_json["rows"] if not row["feasible"]} == {"SSD wear"}
+    runs = [plan_json["in_time"][name] for name in ("with_offload", "without")]
     for bars, run in zip(drawn["waits"]["data"], runs, strict=True):
         assert bars["x"] == ["p50", "mean", "p90", "p99"]
         assert bars["y"] == [run["ttft_s"][name] for name in bars["x"]]
     cells = [text for tag, text in page.texts if tag == "td"]
     assert {link["name"] for link in runs[0]["links"]} <= set(cells)
-    for row in found["purchases"]:
+    for row in plan_json["purchases"]:
         assert f"{100 * row['saved']:.1f}%" in cells
 
 
 def test_axes_are_in_units_and_mark_the_recommendation(plan: tuple[Path, str]) -> None:
-    drawn, found = charts(Page(plan[0])), json.loads(plan[1])
+    drawn, plan_json = charts(Page(plan[0])), json.loads(plan[1])
     axis = drawn["places"]["layout"]["xaxis"]
     labels = dict(zip(axis["tickvals"], axis["ticktext"], strict=True))
-    for number, row in enumerate(found["frontier"], 1):
+    for number, row in enumerate(plan_json["frontier"], 1):
         ram = f"{row['ram_bytes'] >> 20} MiB" if row["ram_bytes"] else "nothing"
         assert labels[number].removeprefix("<b>★ ").startswith(ram)
-        assert ("★" in labels[number]) == (row == found["chosen"])
-    ends_s = [window["until_s"] for window in found["over_time"]]
+        assert ("★" in labels[number]) == (row == plan_json["chosen"])
+    ends_s = [window["until_s"] for window in plan_json["over_time"]]
     assert ends_s == sorted(ends_s)
-    assert ends_s[-1] == pytest.approx(found["duration_s"])
+    assert ends_s[-1] == pytest.approx(plan_json["duration_s"])
     unit_s = {"minutes": 60, "hours": 3600}[drawn["over-time"]["layout"]["xaxis"]["title"]["text"]]
     for line in drawn["over-time"]["data"]:
         assert line["x"] == pytest.approx([end_s / unit_s for end_s in ends_s])
 
 
-def test_the_best_setups_are_drawn_and_the_others_on_a_click(plan: tuple[Path, str]) -> None:
-    drawn, found = charts(Page(plan[0]))["over-ram"]["data"], json.loads(plan[1])
-    lines = {one["name"]: one for one in drawn}
-    bought = [row for row in found["rows"] if row["ram_modules"] and not row["ssd_drives"]]
+def test_the_best_setups_are_drawn_and_others_on_a_click(plan: tuple[Path, str]) -> None:
+    drawn, plan_json = charts(Page(plan[0]))["over-ram"]["data"], json.loads(plan[1])
+    lines = {series["name"]: series for series in drawn}
+    bought = [row for row in plan_json["rows"] if row["ram_modules"] and not row["ssd_drives"]]
     best = {row["ram_bytes"]: 100 * row["saved"] for row in sorted(bought, key=lambda row: row["saved"])}
     shown = lines["best setup of each size"]
     assert dict(zip(shown["x"], shown["y"], strict=True)) == {ram / 2**30: best[ram] for ram in best}
-    others = [one for one in drawn if one["name"] == "other setups: click"]
-    assert others
-    assert {one["visible"] for one in others} == {"legendonly"}
-    assert [one["showlegend"] for one in others] == [True, *[False] * (len(others) - 1)]
+    hidden = [series for series in drawn if series["name"] == "other setups: click"]
+    assert hidden
+    assert {series["visible"] for series in hidden} == {"legendonly"}
+    assert [series["showlegend"] for series in hidden] == [True, *[False] * (len(hidden) - 1)]
 
 
 def test_reasons_are_short_and_explained_once(plan: tuple[Path, str]) -> None:
-    page, found = Page(plan[0]), json.loads(plan[1])
-    infeasible = [row for row in found["purchases"] if not row["feasible"]]
+    page, plan_json = Page(plan[0]), json.loads(plan[1])
+    infeasible = [row for row in plan_json["purchases"] if not row["feasible"]]
     cells = [text for tag, text in page.texts if tag == "td"]
-    worn = [row for row in found["rows"] if row["exceeds"] == "SSD wear"]
+    worn = [row for row in plan_json["rows"] if row["exceeds"] == "SSD wear"]
     assert len(worn) > 1
-    assert any(row["ssd_write_budget"] for row in found["purchases"]), (
+    assert any(row["ssd_write_budget"] for row in plan_json["purchases"]), (
         "a worn SSD is tried with a write budget"
     )
     assert cells.count("SSD wear") == len(infeasible)
@@ -231,17 +235,17 @@ def test_a_missing_plotly_is_a_message_with_the_file(tmp_path: Path, monkeypatch
         check_report(tmp_path / "plan.html", force=False)
 
 
-def test_the_charts_of_a_sampled_plan_tell_rows_of_the_sample_apart(sampled: tuple[Path, str]) -> None:
+def test_the_charts_of_a_sampled_plan_separate_rows_of_the_sample(sampled: tuple[Path, str]) -> None:
     path, printed = sampled
-    page, found = Page(path), json.loads(printed)
+    page, plan_json = Page(path), json.loads(printed)
     drawn = charts(page)
-    assert found["sampled"]
-    assert {row["one_in"] for row in found["sampled"]} == {2}
-    by_name = {one["name"]: one for one in drawn["frontier"]["data"]}
+    assert plan_json["sampled"]
+    assert {row["one_in"] for row in plan_json["sampled"]} == {2}
+    by_name = {row["name"]: row for row in drawn["frontier"]["data"]}
     for name, rows in (
-        ("feasible", found["rows"]),
-        ("on one of 2 sessions", found["sampled"]),
-        ("recommended", [found["chosen"]]),
+        ("feasible", plan_json["rows"]),
+        ("on one of 2 sessions", plan_json["sampled"]),
+        ("recommended", [plan_json["chosen"]]),
     ):
         feasible = [row for row in rows if row["feasible"]]
         assert feasible
@@ -250,36 +254,36 @@ def test_the_charts_of_a_sampled_plan_tell_rows_of_the_sample_apart(sampled: tup
     notes = [text for _, text in page.texts]
     assert any("Points on a part of the sessions guided the search" in note for note in notes)
     assert any(note.endswith("On one of 2 sessions.") for note in notes)
-    alone = [row for row in found["sampled"] if row["ram_modules"] and not row["servers"]]
-    for one in drawn["over-ram"]["data"]:
-        points = set(zip(one["x"], one["y"], strict=True))
+    alone = [row for row in plan_json["sampled"] if row["ram_modules"] and not row["servers"]]
+    for series in drawn["over-ram"]["data"]:
+        points = set(zip(series["x"], series["y"], strict=True))
         shown = {(row["ram_bytes"] / 2**30, 100 * row["saved"]) for row in alone}
-        assert one["name"] == "optimum" or points <= shown
+        assert series["name"] == "optimum" or points <= shown
 
 
 def test_a_page_shows_servers(sampled: tuple[Path, str], plan: tuple[Path, str]) -> None:
-    page, found = Page(sampled[0]), json.loads(sampled[1])
-    assert any(row["servers"] for row in found["frontier"])
-    parts = {one["name"]: one["y"] for one in charts(page)["places"]["data"]}
-    assert set(parts) == {"GPUs", "RAM", "SSDs", "servers"}
-    assert parts["servers"] == [100 * row["by_servers"] for row in found["frontier"]]
-    stacked = [sum(heights) for heights in zip(*parts.values(), strict=True)]
-    assert stacked == pytest.approx([100 * row["saved"] for row in found["frontier"]])
+    page, plan_json = Page(sampled[0]), json.loads(sampled[1])
+    assert any(row["servers"] for row in plan_json["frontier"])
+    shares = {chart["name"]: chart["y"] for chart in charts(page)["places"]["data"]}
+    assert set(shares) == {"GPUs", "RAM", "SSDs", "servers"}
+    assert shares["servers"] == [100 * row["by_servers"] for row in plan_json["frontier"]]
+    stacked = [sum(heights) for heights in zip(*shares.values(), strict=True)]
+    assert stacked == pytest.approx([100 * row["saved"] for row in plan_json["frontier"]])
     assert "servers" in [text for tag, text in page.texts if tag == "th"]
     assert "servers" not in [text for tag, text in Page(plan[0]).texts if tag == "th"], "one engine"
 
 
 def test_the_chart_of_an_explanation_has_every_miss(explain: tuple[Path, str]) -> None:
     path, printed = explain
-    page, found = Page(path), json.loads(printed)
+    page, explanation = Page(path), json.loads(printed)
     (bars,) = charts(page)["reasons"]["data"]
     assert dict(zip(bars["y"], bars["x"], strict=True)) == {
-        reason.replace("_", " "): blocks for reason, blocks in found["reasons"].items()
+        reason.replace("_", " "): blocks for reason, blocks in explanation["reasons"].items()
     }
     texts = [text for _, text in page.texts]
-    for reason, meaning in found["meanings"].items():
+    for reason, meaning in explanation["meanings"].items():
         assert f"{reason}: {meaning}." in texts
-    assert sum(bars["x"]) == found["misses"]
+    assert sum(bars["x"]) == explanation["misses"]
 
 
 def test_the_charts_of_a_sweep_have_its_rows(sweep: tuple[Path, str]) -> None:
@@ -287,19 +291,21 @@ def test_the_charts_of_a_sweep_have_its_rows(sweep: tuple[Path, str]) -> None:
     drawn, rows = charts(Page(path)), json.loads(printed)
     assert len(drawn) == 6, "hits, writes and both, without a device and with one"
     for number, device in enumerate(("0", "0.5x")):
-        its = [row for row in rows if row["device"] == device]
+        device_rows = [row for row in rows if row["device"] == device]
         for policy in ("lru", "arc"):
             line = next(
-                one for one in drawn[f"hits-{number}"]["data"] if one["name"] == f"{policy}, on-compute"
+                series
+                for series in drawn[f"hits-{number}"]["data"]
+                if series["name"] == f"{policy}, on-compute"
             )
-            of_policy = [row for row in its if row["policy"] == policy]
+            of_policy = [row for row in device_rows if row["policy"] == policy]
             assert line["x"] == [row["capacity_blocks"] for row in of_policy]
             assert line["y"] == [100 * row["prefix_hit_ratio"] for row in of_policy]
             for row, above in zip(of_policy, line["error_y"]["array"], strict=True):
                 assert math.isclose(row["ci_high"], row["prefix_hit_ratio"] + above / 100)
 
 
-def test_what_stands_in_a_page_cannot_break_it(tmp_path: Path, chat: str) -> None:
+def test_content_cannot_break_a_page(tmp_path: Path, chat: str) -> None:
     evil = tmp_path / "<b>&amp;</script><script>alert(1)</script>"
     evil.mkdir(parents=True)
     path = evil / "a<i>b.jsonl"
@@ -313,8 +319,8 @@ def test_what_stands_in_a_page_cannot_break_it(tmp_path: Path, chat: str) -> Non
 
 
 @pytest.mark.parametrize("command", ["plan", "sweep"])
-def test_a_report_that_cannot_be_is_known_before_the_work(command: str, tmp_path: Path, chat: str) -> None:
-    more = ("--gpus", "1", "--kv-per-gpu", "1GB", "--bytes-per-token", "2KiB") if command == "plan" else ()
+def test_an_impossible_report_is_refused_before_the_work(command: str, tmp_path: Path, chat: str) -> None:
+    options = ("--gpus", "1", "--kv-per-gpu", "1GB", "--bytes-per-token", "2KiB") if command == "plan" else ()
     (tmp_path / "there.html").write_text("precious")
     for name, why in (
         ("page.pdf", "a file that ends in .html"),
@@ -322,24 +328,24 @@ def test_a_report_that_cannot_be_is_known_before_the_work(command: str, tmp_path
         ("missing/page.html", "the file cannot be written (No such file or directory)"),
         ("there.html/page.html", "the file cannot be written (Not a directory)"),
     ):
-        done = kvoffload(command, chat, *more, "--report", tmp_path / name)
+        done = kvoffload(command, chat, *options, "--report", tmp_path / name)
         assert done.returncode == 2
         assert why in done.stderr
     assert (tmp_path / "there.html").read_text() == "precious"
 
 
 @pytest.mark.parametrize("command", ["plan", "sweep", "explain"])
-def test_the_answer_is_printed_although_the_page_cannot_be_written(
+def test_the_answer_is_printed_if_the_page_cannot_be_written(
     command: str, tmp_path: Path, chat: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk may fill up during the replays."""
+    """The disk can fill up during the replays."""
 
     def full(path: Path, content: str) -> None:
         raise ConfigError("report", str(path), "the file cannot be written (No space left on device)")
 
     module = importlib.import_module(f"kvoffload.cli.{command}")
     monkeypatch.setattr(module, "write_report", full)
-    more = {
+    options = {
         "plan": ("--gpus", "1", "--kv-per-gpu", "200MiB", "--bytes-per-token", "2KiB", "--policies", "lru",
                  "--ssd-admissions", "all", "--jobs", "1"),
         "sweep": ("--policies", "lru", "--capacities", "5%", "--jobs", "1"),
@@ -347,7 +353,7 @@ def test_the_answer_is_printed_although_the_page_cannot_be_written(
     }  # fmt: skip
     report = ("--report", str(tmp_path / "page.html"), "--quiet")
     called = getattr(module, "command" if command == "explain" else command)
-    done = CliRunner().invoke(called, [chat, *more[command], *report])
+    done = CliRunner().invoke(called, [chat, *options[command], *report])
     assert isinstance(done.exception, ConfigError), done.output
     assert {"plan": "of the prefill", "sweep": "lru", "explain": "missing"}[command] in done.output
 
@@ -357,13 +363,13 @@ def test_the_answer_is_printed_although_the_page_cannot_be_written(
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """A real one, without a window; skips with the reason where there is none."""
+    """Start a real headless browser; skips with the reason if none is installed."""
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    program = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+    program = next((program_path for name in BROWSERS if (program_path := shutil.which(name))), None)
     if program is None:
         pytest.skip(f"no browser is installed: none of {', '.join(BROWSERS)}")
     with api.sync_playwright() as started:
-        # Tests run as root in containers, where Chromium's own sandbox cannot.
+        # Chromium's sandbox does not run as root in containers.
         running = started.chromium.launch(
             executable_path=program, args=["--no-sandbox"], timeout=1000 * HANGS_S
         )
@@ -372,16 +378,17 @@ def browser() -> Iterator[Any]:
 
 
 def opened(browser: Any, path: Path, width: int, scheme: str) -> tuple[Any, list[str]]:
-    """The page when its charts are drawn, and all that the browser complained of."""
+    """Open a page and wait for its charts; returns the page, and the browser's errors and warnings."""
     view = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
     view.set_default_timeout(1000 * HANGS_S)
     complaints: list[str] = []
     view.on(
-        "console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None
+        "console",
+        lambda message: complaints.append(message.text) if message.type in ("error", "warning") else None,
     )
     view.on("pageerror", lambda error: complaints.append(str(error)))
-    view.on("request", lambda asked: None if asked.url.startswith(("file:", "data:", "blob:"))
-            else complaints.append(f"loads {asked.url}"))  # fmt: skip
+    view.on("request", lambda request: None if request.url.startswith(("file:", "data:", "blob:"))
+            else complaints.append(f"loads {request.url}"))  # fmt: skip
     view.goto(path.as_uri())
     view.wait_for_selector("html[data-drawn]")
     return view, complaints
@@ -409,7 +416,7 @@ def test_a_browser_draws_all_charts(
         shown = view.locator(f"#{name} .main-svg").first.bounding_box()
         assert 250 < shown["width"] <= width
         marks = view.locator(f"#{name} .point, #{name} .js-line, #{name} .bars path").count()
-        assert marks >= len([one for one in chart["data"] if one.get("visible") != "legendonly"])
+        assert marks >= len([series for series in chart["data"] if series.get("visible") != "legendonly"])
     assert view.evaluate("document.documentElement.scrollWidth") <= width, "nothing is wider than the screen"
     ground = view.evaluate("getComputedStyle(document.body).backgroundColor")
     light = sum(map(int, re.findall(r"\d+", ground)[:3])) > 3 * 128
@@ -418,19 +425,19 @@ def test_a_browser_draws_all_charts(
     view.close()
 
 
-def test_a_point_says_what_it_is(browser: Any, plan: tuple[Path, str]) -> None:
+def test_a_point_has_a_tooltip(browser: Any, plan: tuple[Path, str]) -> None:
     path, printed = plan
     view, complaints = opened(browser, path, DESK, "light")
-    found = json.loads(printed)
+    plan_json = json.loads(printed)
     star = view.locator("#frontier .trace.scatter .point").last
     star.scroll_into_view_if_needed()
-    # The layer above the points takes the mouse.
+    # The layer above the points receives the mouse events.
     box = star.bounding_box()
     view.mouse.move(box["x"] + box["width"] / 2 - 3, box["y"] + box["height"] / 2)
     view.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     label = view.locator("#frontier .hoverlayer .hovertext").first
     label.wait_for()
-    assert f"{100 * found['chosen']['saved']:.1f}%" in label.text_content()
+    assert f"{100 * plan_json['chosen']['saved']:.1f}%" in label.text_content()
     assert complaints == []
     view.close()
 
@@ -448,7 +455,7 @@ def test_charts_can_be_saved(browser: Any, plan: tuple[Path, str], tmp_path: Pat
     view.close()
 
 
-def test_a_page_prints(browser: Any, plan: tuple[Path, str]) -> None:
+def test_a_page_can_be_printed(browser: Any, plan: tuple[Path, str]) -> None:
     view, complaints = opened(browser, plan[0], PHONE, "dark")
     paper = view.pdf(format="A4")
     assert paper.startswith(b"%PDF")

@@ -1,4 +1,4 @@
-"""Estimates beside full replays of three recordings, for several samples."""
+"""Estimates against full replays of three recordings, for several samples."""
 
 from __future__ import annotations
 
@@ -25,42 +25,42 @@ SETTINGS = (
     WhatIf(admission="reuse:2"),
 )
 CAPACITY = 0.05
-"""Of the unique blocks."""
+"""Capacity as a share of the unique blocks."""
 MOST_MEAN_ERROR = 0.02
 
 
 @dataclass(frozen=True)
-class Beside:
-    """Estimates beside the truth.
+class Comparison:
+    """Estimates and true hit ratios.
 
     Attributes:
-        found: estimates of each sample, the current setting's first.
+        estimates: estimates of each sample, the current setting's first.
         true: hit ratios of full replays, in the same order.
     """
 
-    found: Sequence[Sequence[Estimate]]
+    estimates: Sequence[Sequence[Estimate]]
     true: Sequence[float]
 
     @property
     def errors(self) -> np.ndarray:
         """Errors of the hit ratios, shape ``(samples, settings)``."""
-        return np.array([[e.hit_ratio for e in sample] for sample in self.found]) - self.true
+        return np.array([[e.hit_ratio for e in sample] for sample in self.estimates]) - self.true
 
     @property
     def share_inside(self) -> float:
-        """Share of the hit ratios that are in their intervals."""
-        return float(np.mean(np.abs(self.errors) <= [[e.error for e in sample] for sample in self.found]))
+        """Share of the hit ratios inside their intervals."""
+        return float(np.mean(np.abs(self.errors) <= [[e.error for e in sample] for sample in self.estimates]))
 
     @property
     def share_of_gains_inside(self) -> float:
-        """Share of the gains that are in their intervals."""
-        gains = np.array([[e.gain for e in sample[1:]] for sample in self.found])
-        widths = [[e.gain_error for e in sample[1:]] for sample in self.found]
+        """Share of the gains inside their intervals."""
+        gains = np.array([[e.gain for e in sample[1:]] for sample in self.estimates])
+        widths = [[e.gain_error for e in sample[1:]] for sample in self.estimates]
         return float(np.mean(np.abs(gains - (np.array(self.true[1:]) - self.true[0])) <= widths))
 
 
-def compare(trace: Trace, seeds: Sequence[int], settings: Sequence[WhatIf] = SETTINGS) -> Beside:
-    """Estimate each setting by one sample for each seed, in one pass, and replay each setting in full."""
+def compare(trace: Trace, seeds: Sequence[int], settings: Sequence[WhatIf] = SETTINGS) -> Comparison:
+    """Estimate each setting with one sample per seed, in one pass, and replay each setting in full."""
     capacity = max(1, round(CAPACITY * trace.unique_blocks))
     true = [
         Replay(
@@ -90,7 +90,7 @@ def compare(trace: Trace, seeds: Sequence[int], settings: Sequence[WhatIf] = SET
                 shadows.work()
     for shadows in samples:
         shadows.work()
-    return Beside([shadows.estimates() for shadows in samples], true)
+    return Comparison([shadows.estimates() for shadows in samples], true)
 
 
 @pytest.mark.trace
@@ -106,21 +106,23 @@ def compare(trace: Trace, seeds: Sequence[int], settings: Sequence[WhatIf] = SET
 def test_shadows_agree_with_replays(
     recorded_trace_path: Callable[[str], Path], name: str, num_samples: int
 ) -> None:
-    found = compare(read_trace(recorded_trace_path(name)), [101 * seed + 1 for seed in range(num_samples)])
-    mean_error = float(np.mean(np.abs(found.errors)))
+    comparison = compare(
+        read_trace(recorded_trace_path(name)), [101 * seed + 1 for seed in range(num_samples)]
+    )
+    mean_error = float(np.mean(np.abs(comparison.errors)))
     print(
-        f"{name}: mean absolute error {mean_error:.4f}, largest {np.abs(found.errors).max():.4f}; inside the "
-        f"intervals {found.share_inside:.0%}, gains {found.share_of_gains_inside:.0%}"
+        f"{name}: mean absolute error {mean_error:.4f}, largest {np.abs(comparison.errors).max():.4f}; "
+        f"inside the intervals {comparison.share_inside:.0%}, gains {comparison.share_of_gains_inside:.0%}"
     )
     assert mean_error <= MOST_MEAN_ERROR
-    assert found.share_inside >= 0.9
-    assert found.share_of_gains_inside >= 0.9
+    assert comparison.share_inside >= 0.9
+    assert comparison.share_of_gains_inside >= 0.9
 
 
 @pytest.mark.trace
 def test_a_sample_agrees_with_replays(recorded_trace_path: Callable[[str], Path]) -> None:
-    """Of the shortest recording one sample, with the tests of every day."""
+    """Compare one sample of the shortest recording; not marked slow."""
     settings = (WhatIf(policy="hazard"), WhatIf(capacity=2.0))
-    found = compare(read_trace(recorded_trace_path("conversation_first60")), [1], settings)
-    assert np.abs(found.errors).mean() <= MOST_MEAN_ERROR
-    assert found.share_inside == found.share_of_gains_inside == 1.0
+    comparison = compare(read_trace(recorded_trace_path("conversation_first60")), [1], settings)
+    assert np.abs(comparison.errors).mean() <= MOST_MEAN_ERROR
+    assert comparison.share_inside == comparison.share_of_gains_inside == 1.0

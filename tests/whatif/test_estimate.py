@@ -1,4 +1,4 @@
-"""Estimates from counts: the worked parts of an error."""
+"""Estimates from counts: worked examples of the components of an error."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ def even(misses: int, setting: str = "current", num_slots: int = 10**9) -> Count
     return Counted(setting, np.full(GROUPS, misses, np.int64), num_slots)
 
 
-def test_a_hit_ratio_is_what_the_sampled_misses_leave() -> None:
-    (found,) = estimates([even(10)], 8 * GROUPS * 40, 8)
-    assert found.hit_ratio == 0.75
-    assert (found.gain, found.gain_error) == (0.0, 0.0)
+def test_a_hit_ratio_follows_from_the_sampled_misses() -> None:
+    (estimate,) = estimates([even(10)], 8 * GROUPS * 40, 8)
+    assert estimate.hit_ratio == 0.75
+    assert (estimate.gain, estimate.gain_error) == (0.0, 0.0)
 
 
-def test_even_misses_and_a_huge_shadow_leave_the_bias() -> None:
-    (found,) = estimates([even(10)], 8 * GROUPS * 40, 8)
-    assert found.error == pytest.approx(1.96 * BIAS * 0.25, rel=1e-3)
+def test_with_even_misses_and_a_huge_shadow_only_the_bias_remains() -> None:
+    (estimate,) = estimates([even(10)], 8 * GROUPS * 40, 8)
+    assert estimate.error == pytest.approx(1.96 * BIAS * 0.25, rel=1e-3)
 
 
 def test_the_spread_over_groups_is_the_error_of_the_misses() -> None:
     rng = np.random.default_rng(1)
     missed = rng.poisson(100, GROUPS).astype(np.int64)
     num_looked_up = 8 * 100 * GROUPS * 10
-    (found,) = estimates([Counted("current", missed, 10**9)], num_looked_up, 8)
+    (estimate,) = estimates([Counted("current", missed, 10**9)], num_looked_up, 8)
     poisson = math.sqrt(missed.sum() * 7 / 8) * 8 / num_looked_up
-    bias = BIAS * (1 - found.hit_ratio)
-    assert found.error == pytest.approx(1.96 * math.hypot(poisson, bias), rel=0.15)
+    bias = BIAS * (1 - estimate.hit_ratio)
+    assert estimate.error == pytest.approx(1.96 * math.hypot(poisson, bias), rel=0.15)
 
 
 def test_a_small_shadow_is_uncertain_where_the_curve_is_steep() -> None:
-    (found,) = estimates([even(10, num_slots=100)], 8 * GROUPS * 40, 8)
+    (estimate,) = estimates([even(10, num_slots=100)], 8 * GROUPS * 40, 8)
     of_capacity = 0.25 * math.log(4) * math.sqrt(7 / 8 / 100)
-    assert found.error == pytest.approx(1.96 * math.hypot(of_capacity, BIAS * 0.25), rel=1e-6)
+    assert estimate.error == pytest.approx(1.96 * math.hypot(of_capacity, BIAS * 0.25), rel=1e-6)
 
 
 def test_a_gain_is_more_certain_than_both_ratios() -> None:
@@ -55,14 +55,14 @@ def test_a_gain_is_more_certain_than_both_ratios() -> None:
     assert not current.is_better
 
 
-def test_equal_shadows_gain_nothing() -> None:
+def test_equal_shadows_have_no_gain() -> None:
     _, other = estimates([even(10), even(10, "policy=arc")], 8 * GROUPS * 40, 8)
     assert other.gain == 0
     assert not other.is_better
 
 
 @pytest.mark.parametrize("misses", [0, 40, 41])
-def test_extremes_are_ratios(misses: int) -> None:
-    (found,) = estimates([even(misses)], 8 * GROUPS * 40, 8)
-    assert 0 <= found.hit_ratio <= 1
-    assert math.isfinite(found.error)
+def test_extreme_counts_give_ratios_between_0_and_1(misses: int) -> None:
+    (estimate,) = estimates([even(misses)], 8 * GROUPS * 40, 8)
+    assert 0 <= estimate.hit_ratio <= 1
+    assert math.isfinite(estimate.error)

@@ -17,7 +17,7 @@ from kvoffload.whatif.shadows import ENOUGH_REQUESTS
 LOG = logging.getLogger("kvoffload.test_what_if")
 PATIENCE_S = 60.0
 NUM_KEYS = 320
-"""Keys of a loop: under LRU nothing hits in less room."""
+"""Keys of a loop: LRU has no hits with less room."""
 
 
 def made(settings: tuple[WhatIf, ...] = (WhatIf(capacity=2),)) -> tuple[OffloadingManager, LiveShadows]:
@@ -73,7 +73,7 @@ def by_hand() -> tuple[OffloadingManager, LiveShadows, ByHand]:
 
 
 def test_a_report_serves_no_recorded_request() -> None:
-    """The next step after a report starts to serve them in the background."""
+    """The next step after a report starts to serve them in the background thread."""
     manager, live, background = by_hand()
     shadows = live.shadows
     assert shadows is not None
@@ -96,7 +96,9 @@ def test_requests_are_recorded_while_the_shadows_work() -> None:
     live.work()
     reported(manager, live, 0, 5)
     live.work()
-    assert (background.num_tasks, live.due(REPORT_S)) == (1, []), "one task at a time, no report meanwhile"
+    assert (background.num_tasks, live.due(REPORT_S)) == (1, []), (
+        "one task at a time, and no report during a task"
+    )
     background.end()
     live.due(REPORT_S)
     live.work()
@@ -106,8 +108,8 @@ def test_requests_are_recorded_while_the_shadows_work() -> None:
     assert (background.num_tasks, live.shadows.is_waiting) == (2, False)
 
 
-def test_an_idle_step_asks_only_for_a_due_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such steps are most steps of an engine."""
+def test_an_idle_step_only_checks_for_a_due_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most steps of an engine are idle for the shadows."""
     manager, live, background = by_hand()
     live.work()
     calls = list[str]()
@@ -123,8 +125,8 @@ def test_an_idle_step_asks_only_for_a_due_sample(monkeypatch: pytest.MonkeyPatch
     assert background.num_tasks == 1
 
 
-def test_a_reset_in_the_middle_of_work_forgets_the_blocks_before_it() -> None:
-    """Requests of before the reset may be served later than it; requests after it find nothing."""
+def test_a_reset_during_work_forgets_earlier_blocks() -> None:
+    """Requests from before the reset may be served after it; requests after the reset have no hits."""
     manager, live, background = by_hand()
     reported(manager, live, 0, ENOUGH_REQUESTS)
     live.work()
@@ -162,7 +164,7 @@ def test_a_restart_is_made_in_the_background() -> None:
     background.end()
     live.work()
     background.end()
-    assert len(made) == 2, "a second change meanwhile makes others"
+    assert len(made) == 2, "a second change during the restart makes new shadows"
     live.work()
     assert live.shadows is made[1]
     assert not live.shadows.is_waiting
@@ -190,7 +192,7 @@ def test_the_thread_ends_with_its_owner() -> None:
     assert not thread.is_alive()
 
 
-def test_a_restart_begins_new_counts_and_a_new_period(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_restart_resets_counts_and_period(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     manager, live = made()
     loop(manager, live)
@@ -198,9 +200,9 @@ def test_a_restart_begins_new_counts_and_a_new_period(caplog: pytest.LogCaptureF
     live.settle()
     assert live.due(PERIOD_S + REPORT_S) == []
     loop(manager, live)
-    found = live.due(PERIOD_S + 2 * REPORT_S)
-    assert [estimate.setting for estimate in found] == ["current", "capacity=2"]
-    assert found[1].is_better
+    estimates = live.due(PERIOD_S + 2 * REPORT_S)
+    assert [estimate.setting for estimate in estimates] == ["current", "capacity=2"]
+    assert estimates[1].is_better
     assert not caplog.records, "no advice before the end of the new period"
 
 
@@ -236,7 +238,7 @@ def test_advice_is_given_once_an_hour(caplog: pytest.LogCaptureFixture) -> None:
     assert "% of the looked-up blocks instead of 0.0 ±" in record.getMessage()
 
 
-def test_nothing_better_is_no_advice(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_better_setting_there_is_no_advice(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     manager, live = made((WhatIf(policy="fifo"),))
     loop(manager, live)
@@ -291,5 +293,5 @@ def test_an_internal_error_stops_the_shadows_only(
     assert live.due(3 * PERIOD_S) == []
 
 
-def test_the_usual_rate_is_a_block_in_3072_tokens() -> None:
+def test_the_default_rate_is_a_block_in_3072_tokens() -> None:
     assert [usual_one_in(tokens) for tokens in (16, 64, 512, 0)] == [192, 48, 8, 3072]

@@ -1,4 +1,4 @@
-"""The sample: which blocks, in which order, and how many."""
+"""The sample of requests: its blocks, their order, and its limits."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ def hashes_of(keys: Keys) -> list[int]:
 
 
 class Taken:
-    """The sample of one request."""
+    """Sample of one request."""
 
-    def __init__(self, ctx: RequestContext, one_in: int, seed: int = 0, *asked: int) -> None:
-        found = Sample(one_in, seed)
-        assert found.take(ctx, Labels(), *asked)
-        state = found.state
+    def __init__(self, ctx: RequestContext, one_in: int, seed: int = 0, *looked_up: int) -> None:
+        collected = Sample(one_in, seed)
+        assert collected.take(ctx, Labels(), *looked_up)
+        state = collected.state
         self.num_blocks, self.num_looked_up = state.num_keys, state.num_looked_up
         chosen = {*state.hashes[: state.num_keys].tolist()}
         records = Path.over(ctx.memory).records[: ctx.length, HASH].tolist()
         self.keys = [key for key, h in zip(ctx.keys(), records, strict=True) if h in chosen]
         assert [h for h in records if h in chosen] == state.hashes[: state.num_keys].tolist()
-        assert hashes_of(found.keys()) == state.hashes[: state.num_keys].tolist()
-        assert (state.num_requests, len(found.hints)) == ((1, 1) if self.keys else (0, 0))
+        assert hashes_of(collected.keys()) == state.hashes[: state.num_keys].tolist()
+        assert (state.num_requests, len(collected.hints)) == ((1, 1) if self.keys else (0, 0))
         if self.keys:
             assert state.requests[0, END_ROW] == state.longest == len(self.keys)
             self.first, self.end = state.requests[0, [ON_DEVICE, ASKED_END]].tolist()
@@ -53,28 +53,28 @@ def sample(manager: OffloadingManager, keys: list[bytes], one_in: int, seed: int
 
 def test_a_sample_is_the_path_without_the_other_blocks() -> None:
     manager, keys = OffloadingManager(64, key_bytes=KEY_BYTES), keys_of(random.Random(1), 4000)
-    found = sample(manager, keys, 8)
-    assert found == [key for key in keys if key in {*found}]
-    assert 400 < len(found) < 600
+    sampled = sample(manager, keys, 8)
+    assert sampled == [key for key in keys if key in {*sampled}]
+    assert 400 < len(sampled) < 600
     assert sample(manager, keys, 1) == keys
 
 
-def test_requests_agree_about_their_common_prefix() -> None:
+def test_requests_sample_equal_blocks_of_a_common_prefix() -> None:
     rng, manager = random.Random(2), OffloadingManager(64, key_bytes=KEY_BYTES)
     prefix = keys_of(rng, 200)
-    one, other = (sample(manager, prefix + keys_of(rng, 50), 8) for _ in range(2))
+    first, second = (sample(manager, prefix + keys_of(rng, 50), 8) for _ in range(2))
     common = sample(manager, prefix, 8)
     assert common
-    assert one[: len(common)] == other[: len(common)] == common
+    assert first[: len(common)] == second[: len(common)] == common
 
 
 def test_seeds_choose_other_blocks() -> None:
     manager, keys = OffloadingManager(64, key_bytes=KEY_BYTES), keys_of(random.Random(3), 4000)
-    one, other = ({*sample(manager, keys, 8, seed)} for seed in (1, 2))
-    assert len(one & other) < len(one) / 4
+    first, second = ({*sample(manager, keys, 8, seed)} for seed in (1, 2))
+    assert len(first & second) < len(first) / 4
 
 
-def test_every_block_is_in_the_sample_of_one_seed_in_eight() -> None:
+def test_every_block_is_sampled_by_one_seed_in_eight() -> None:
     manager, keys = OffloadingManager(64, key_bytes=KEY_BYTES), keys_of(random.Random(4), 50)
     times = dict.fromkeys(keys, 0)
     for seed in range(800):
@@ -95,7 +95,7 @@ def test_blocks_on_the_device_are_not_looked_up(on_device: int, is_asked: bool) 
     assert sampled.first == len([key for key in sampled.keys if key in {*keys[:skipped]}])
 
 
-def test_an_engine_may_know_better_what_was_looked_up() -> None:
+def test_an_engine_can_set_the_looked_up_blocks() -> None:
     manager, keys = OffloadingManager(64, key_bytes=KEY_BYTES), keys_of(random.Random(5), 100)
     ctx = manager.begin_request("", keys)
     sampled = Taken(ctx, 1, 0, 30)
@@ -104,8 +104,8 @@ def test_an_engine_may_know_better_what_was_looked_up() -> None:
     assert (sampled.first, sampled.num_looked_up, sampled.num_blocks) == (100, 0, 100)
 
 
-def test_requests_follow_one_another_and_memory_is_used_again() -> None:
-    rng, manager, found = (
+def test_requests_are_appended_and_memory_is_reused() -> None:
+    rng, manager, collected = (
         random.Random(6),
         OffloadingManager(64, key_bytes=KEY_BYTES),
         Sample(2, 0),
@@ -114,36 +114,36 @@ def test_requests_follow_one_another_and_memory_is_used_again() -> None:
         expected, ends = list[int](), list[int]()
         for length in (5, 300, 0, 40, 7, 6000):
             keys = keys_of(rng, length)
-            assert found.take(manager.begin_request("", keys), Labels())
+            assert collected.take(manager.begin_request("", keys), Labels())
             if chosen := sample(manager, keys, 2):
                 expected += hashes_of(Keys.pack(chosen, KEY_BYTES))
                 ends.append(len(expected))
-        state = found.state
+        state = collected.state
         assert state.hashes[: state.num_keys].tolist() == expected
         assert state.requests[: state.num_requests, END_ROW].tolist() == ends
-        assert len(found.hints) == len(ends)
-        found.clear()
+        assert len(collected.hints) == len(ends)
+        collected.clear()
         assert (state.num_keys, state.num_requests, state.num_looked_up, state.longest) == (0, 0, 0, 0)
 
 
 def test_a_sample_has_room_for_one_long_request_or_a_bounded_number() -> None:
-    manager, found = OffloadingManager(64, key_bytes=KEY_BYTES), Sample(1, 0)
+    manager, collected = OffloadingManager(64, key_bytes=KEY_BYTES), Sample(1, 0)
     rows = np.zeros((MOST_ROOM + 1, 5), np.uint64)
     rows[:, 0] = np.arange(len(rows))
     long = manager.begin_request("", Keys(rows, KEY_BYTES))
     short = manager.begin_request("", Keys(rows[:100], KEY_BYTES))
-    assert found.take(long, Labels())
-    assert len(found.state.hashes) == 2 * MOST_ROOM
-    assert not found.take(long, Labels())
-    found = Sample(1, 0)
-    assert found.take(short, Labels())
-    assert not found.take(long, Labels())
-    assert found.take(short, Labels())
-    assert (found.state.num_keys, len(found.state.hashes)) == (200, MOST_ROOM)
+    assert collected.take(long, Labels())
+    assert len(collected.state.hashes) == 2 * MOST_ROOM
+    assert not collected.take(long, Labels())
+    collected = Sample(1, 0)
+    assert collected.take(short, Labels())
+    assert not collected.take(long, Labels())
+    assert collected.take(short, Labels())
+    assert (collected.state.num_keys, len(collected.state.hashes)) == (200, MOST_ROOM)
     for _ in range(MOST_REQUESTS - 2):
-        assert found.state.num_keys + 100 > MOST_ROOM or found.take(short, Labels())
-    assert not found.take(short, Labels())
-    assert found.state.num_requests == MOST_ROOM // 100
+        assert collected.state.num_keys + 100 > MOST_ROOM or collected.take(short, Labels())
+    assert not collected.take(short, Labels())
+    assert collected.state.num_requests == MOST_ROOM // 100
 
 
 def test_blocks_that_are_only_stored_are_not_looked_up() -> None:

@@ -1,4 +1,4 @@
-"""Settings to try: their forms, labels and mistakes."""
+"""What-if settings: forms, labels and mistakes."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def test_labels() -> None:
         ([{"capacity": n} for n in range(2, 11)], ["what_if", "1 to 8 settings"]),
     ],
 )
-def test_a_mistake_is_named(given: object, named: list[str]) -> None:
+def test_an_invalid_setting_is_named(given: object, named: list[str]) -> None:
     with pytest.raises(ConfigError) as raised:
         WhatIfParser().parse("what_if", given)
-    assert all(part in str(raised.value) for part in named), raised.value
+    assert all(text in str(raised.value) for text in named), raised.value
 
 
-def test_all_mistakes_are_reported_at_once() -> None:
+def test_all_mistakes_are_reported_together() -> None:
     with pytest.raises(CombinedConfigError) as raised:
         WhatIfParser().parse("what_if", [{"policy": "x"}, {"capacity": 0}])
     assert [problem.field for problem in raised.value.problems] == [

@@ -1,4 +1,4 @@
-"""Shadows beside managers that serve the same requests by single calls."""
+"""Shadows against managers that serve the same requests with single calls."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def serve(manager: OffloadingManager, keys: list[bytes], on_device: int, hints: 
 
 
 def resident_hashes(manager: OffloadingManager) -> set[int]:
-    """Return the hashes of the resident keys. Keys of 8 bytes are made from the whole keys' hashes."""
-    found = Sample(1, 0)
+    """Return the hashes of the resident keys. Keys of 8 bytes are derived from the hashes of full keys."""
+    collected = Sample(1, 0)
     ctx = OffloadingManager(1, key_bytes=manager.key_bytes).begin_request("", keys_of_ready(manager))
-    assert found.take(ctx, Labels())
-    return {*found.state.hashes[: found.state.num_keys].tolist()}
+    assert collected.take(ctx, Labels())
+    return {*collected.state.hashes[: collected.state.num_keys].tolist()}
 
 
 def keys_of_ready(manager: OffloadingManager) -> Keys:
@@ -64,7 +64,7 @@ def keys_of_ready(manager: OffloadingManager) -> Keys:
 def test_a_shadow_of_all_blocks_decides_as_the_serving_manager(
     policy: str, admission: str, capacity: int
 ) -> None:
-    """In a small cache, and in a cache that fills late: there requests without new blocks find free slots."""
+    """Covers a small cache, and a cache that fills late, so that requests find free slots."""
     manager = OffloadingManager(capacity, policy=policy, admission=admission)
     shadows = Shadows([WhatIf(capacity=3)], capacity, policy=policy, admission=admission, one_in=1)
     looked_up = hit = 0
@@ -81,15 +81,15 @@ def test_a_shadow_of_all_blocks_decides_as_the_serving_manager(
     assert larger.hit_ratio >= current.hit_ratio
     assert shadows.members[0].is_compiled == (admission == "all")
     shadow = shadows.members[0].manager
-    ours, theirs = manager.stats(), shadow.stats()
+    serving, of_shadow = manager.stats(), shadow.stats()
     for name in ("stored", "evicted", "refused", "dropped", "ready"):
-        assert getattr(ours, name) == getattr(theirs, name), name
+        assert getattr(serving, name) == getattr(of_shadow, name), name
     assert resident_hashes(manager) == resident_hashes(shadow)
-    assert ours.policy == theirs.policy
+    assert serving.policy == of_shadow.policy
 
 
 @pytest.mark.parametrize("policy", POLICIES.names())
-def test_a_shadow_decides_as_a_manager_that_gets_the_sample_by_calls(policy: str) -> None:
+def test_a_shadow_decides_as_a_manager_that_serves_the_sample(policy: str) -> None:
     manager = OffloadingManager(300, policy=policy)
     shadows, sample = Shadows([WhatIf(capacity=2)], 300, policy=policy, one_in=3), Sample(3, 0)
     naive, missed = [OffloadingManager(size, key_bytes=8, policy=policy) for size in (100, 200)], [0, 0]
@@ -114,14 +114,14 @@ def test_a_shadow_decides_as_a_manager_that_gets_the_sample_by_calls(policy: str
 @pytest.mark.parametrize("policy", ["lru", "hazard"])
 @pytest.mark.parametrize("admission", ["all", "reuse:2"])
 def test_blocks_that_are_only_stored_are_no_misses(policy: str, admission: str) -> None:
-    """With an admission rule a shadow runs a life by calls, otherwise in a kernel."""
+    """A shadow with an admission rule serves a request with calls, otherwise with a kernel."""
     manager = OffloadingManager(500, policy=policy, admission=admission)
     shadows = Shadows([WhatIf(capacity=2)], 500, policy=policy, admission=admission, one_in=1)
     looked_up = hit = 0
     for keys, on_device, hints in traffic(3, 200):
-        asked = keys[on_device : on_device + 10]
+        candidates = keys[on_device : on_device + 10]
         ctx = manager.begin_request("", keys, hints=hints.at_begin)
-        hit, looked_up = hit + manager.lookup(asked, ctx).num_ready, looked_up + len(asked)
+        hit, looked_up = hit + manager.lookup(candidates, ctx).num_ready, looked_up + len(candidates)
         plan = manager.prepare_store(keys, ctx)
         if plan is not None:
             manager.complete_store(plan)
@@ -133,7 +133,7 @@ def test_blocks_that_are_only_stored_are_no_misses(policy: str, admission: str) 
 
 
 class Newest(BlockwisePolicy):
-    """A policy in Python: evicts the newest block."""
+    """Policy in Python that evicts the newest block."""
 
     name = "newest"
 
@@ -151,9 +151,9 @@ class Newest(BlockwisePolicy):
         self._order.remove(slot)
 
     def victim(self, key: bytes, protected: object) -> int:
-        found = next(slot for slot in reversed(self._order) if slot not in protected)
-        self._order.remove(found)
-        return found
+        newest = next(slot for slot in reversed(self._order) if slot not in protected)
+        self._order.remove(newest)
+        return newest
 
     def reset(self) -> None:
         self._order.clear()
@@ -229,24 +229,24 @@ def test_work_is_due_after_many_requests_or_blocks() -> None:
 
 
 def test_requests_are_served_equally_in_any_batches() -> None:
-    """Batches of another size and the requests of both samples give equal counts."""
-    one, other = (Shadows([WhatIf(policy="hazard")], 100, one_in=2) for _ in range(2))
+    """Batches of different sizes give equal counts."""
+    first, second = (Shadows([WhatIf(policy="hazard")], 100, one_in=2) for _ in range(2))
     manager = OffloadingManager(100)
     for number, (keys, on_device, hints) in enumerate(traffic(5, 300)):
         ctx = serve(manager, keys, on_device, hints)[0]
-        one.finished(ctx)
-        other.finished(ctx)
-        one.work()
+        first.finished(ctx)
+        second.finished(ctx)
+        first.work()
         if number % 70 == 69:
-            other.work()
-    other.work()
-    assert one.estimates() == other.estimates()
-    for ours, theirs in zip(one.members, other.members, strict=True):
-        assert ours.manager.stats() == theirs.manager.stats()
+            second.work()
+    second.work()
+    assert first.estimates() == second.estimates()
+    for first_shadow, second_shadow in zip(first.members, second.members, strict=True):
+        assert first_shadow.manager.stats() == second_shadow.manager.stats()
 
 
 def test_estimates_and_rotations_serve_no_recorded_request() -> None:
-    """Hits and looked-up blocks are of the same requests, whether or not these have sampled blocks."""
+    """Hits and looked-up blocks cover the same requests, with or without sampled blocks."""
     shadows, manager = Shadows([WhatIf(capacity=2)], 100, one_in=2), OffloadingManager(100)
     for number in range(40):
         shadows.finished(serve(manager, [number.to_bytes(32, "little")], 0, NO_HINTS)[0])
@@ -265,9 +265,7 @@ def test_waiting_requests_that_a_reset_forgets_are_not_counted() -> None:
 
 
 @pytest.mark.parametrize(("policy", "refuses"), [("hazard", False), ("hazard,write_cost=1", True)])
-def test_behind_a_manager_with_tiers_only_a_policy_with_a_write_cost_refuses(
-    policy: str, refuses: bool
-) -> None:
+def test_shadows_of_a_manager_with_tiers_refuse_only_with_a_write_cost(policy: str, refuses: bool) -> None:
     settings = [WhatIf(policy=policy), WhatIf(capacity=2)]
     shadows = Shadows(settings, 100, policy=policy, one_in=1, refuses_unasked=False)
     assert [shadow.manager.policy_may_refuse for shadow in shadows.members] == [refuses] * 3
@@ -275,16 +273,20 @@ def test_behind_a_manager_with_tiers_only_a_policy_with_a_write_cost_refuses(
     assert [shadow.manager.policy_may_refuse for shadow in unlimited.members] == [True] * 3
 
 
-def test_refusals_are_those_of_a_serving_manager_with_tiers() -> None:
+def test_refusals_equal_a_serving_manager_with_tiers() -> None:
     manager = OffloadingManager(60, policy="hazard")
     manager.refuse_only_if_asked()
     shadows = Shadows([WhatIf(capacity=2)], 60, policy="hazard", one_in=1, refuses_unasked=False)
     for keys, on_device, hints in traffic(4, 300):
         shadows.finished(serve(manager, keys, on_device, hints)[0])
     shadows.work()
-    ours, theirs = manager.stats(), shadows.members[0].manager.stats()
-    assert (ours.stored, ours.evicted, ours.refused) == (theirs.stored, theirs.evicted, theirs.refused)
-    assert ours.refused == 0
+    serving, of_shadow = manager.stats(), shadows.members[0].manager.stats()
+    assert (serving.stored, serving.evicted, serving.refused) == (
+        of_shadow.stored,
+        of_shadow.evicted,
+        of_shadow.refused,
+    )
+    assert serving.refused == 0
 
 
 def test_requests_without_room_are_left_out() -> None:
@@ -299,7 +301,7 @@ def test_requests_without_room_are_left_out() -> None:
     assert current.hit_ratio == 1 - 1 / MOST_REQUESTS
 
 
-def test_estimates_are_of_the_last_two_periods() -> None:
+def test_estimates_cover_the_last_two_periods() -> None:
     shadows, manager = Shadows([WhatIf(capacity=2)], 100, one_in=1), OffloadingManager(100)
     first, second = bytes(32), bytes([1]) * 32
     shadows.finished(serve(manager, [first], 0, NO_HINTS)[0])
@@ -327,7 +329,7 @@ def test_a_reset_forgets_blocks_and_keeps_counts() -> None:
     assert [estimate.hit_ratio for estimate in shadows.estimates()] == [0.0, 0.0]
 
 
-def test_nothing_is_estimated_before_the_first_lookup() -> None:
+def test_there_is_no_estimate_before_the_first_lookup() -> None:
     assert Shadows([WhatIf(capacity=2)], 100).estimates() == []
 
 
