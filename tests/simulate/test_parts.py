@@ -77,7 +77,7 @@ def test_free_blocks_leave_by_last_use_and_the_tail_first() -> None:
 def test_held_blocks_are_not_evicted() -> None:
     pool = DevicePool(4)
     pool.release(leased(pool, [1, 2]))
-    again = leased(pool, [1, 2, 3], found=2)
+    again = leased(pool, [1, 2, 3], num_found=2)
     assert pool.lease([], 2) is None
     assert pool.num_available == 1
     pool.release(again)
@@ -101,7 +101,7 @@ def test_a_second_copy_is_blank_when_released_and_the_first_is_recent() -> None:
     pool = DevicePool(5)
     pool.release(leased(pool, [1, 2]))
     pool.release(leased(pool, [3]))
-    copy = leased(pool, [1, 2], found=1)  # computes block 2 again
+    copy = leased(pool, [1, 2], num_found=1)  # computes block 2 again
     pool.release(copy)
     assert pool.next_to_leave(5) == [3, 2, 1]
     assert pool.num_available == 5
