@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvoffload.canary.server import Pace
 from kvoffload.cli import canary as command
 from support.fake_openai import FakeServer, fake_server
 from support.run_cli import kvoffload
@@ -171,12 +172,22 @@ def test_the_key_is_taken_from_the_environment(monkeypatch: pytest.MonkeyPatch) 
     assert "secret" not in json.dumps(report)
 
 
-def test_tokens_are_sent_no_faster_than_allowed() -> None:
-    """Time is not measured: the limit only has to be waited for."""
+def test_every_sent_token_counts_towards_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits, sent = list[float | None](), list[int]()
+
+    class Counting(Pace):
+        def __init__(self, max_tokens_per_s: float | None) -> None:
+            limits.append(max_tokens_per_s)
+
+        def wait(self, num_tokens: int) -> None:
+            sent.append(num_tokens)
+
+    monkeypatch.setattr(command, "Pace", Counting)
     with fake_server() as fake:
         code, report = run(fake, "--max-tokens-per-s", "1e6")
     assert code == 0
-    assert report["seconds"] > report["tokens_sent"] / 2e6
+    assert limits == [1e6]
+    assert sum(sent) == report["tokens_sent"] > 0
 
 
 def test_the_text_report_names_verdict_and_hits() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,8 +110,9 @@ def test_a_filler_has_the_tokens_of_a_prompt(content: Any) -> None:
 
 def test_the_pace_limits_tokens_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
-    monkeypatch.setattr("kvoffload.canary.server.time.sleep", waits.append)
+    clock = SimpleNamespace(monotonic=lambda: 5.0, sleep=waits.append)
+    monkeypatch.setattr("kvoffload.canary.server.time", clock)
     pace = Pace(10.0)
     for _ in range(3):
         pace.wait(100)
-    assert waits[0] < 1.0 < 9.0 < waits[1] < 10.1 < 19.0 < waits[2] < 20.1
+    assert waits == [0.0, 10.0, 20.0]
