@@ -1,9 +1,9 @@
 #!/bin/sh
 # Builds a virtual environment with SGLang 0.5.23 and LMCache 0.5.6 for their tests: tools/engines_env.sh DIR VLLM_DIR
 #
-# VLLM_DIR is the environment of tools/vllm_env.sh, whose packages the new environment sees and does not change: torch and
-# most requirements. The wheels are installed without their requirements, which name GPU builds; the rest is what the
-# imports of the tests take. Half a minute and 330 MB; does nothing when the environment is complete.
+# The new environment uses the packages of VLLM_DIR, an environment of tools/vllm_env.sh, without changes: torch and most
+# requirements. The wheels are installed without their requirements, which are GPU builds, and with the packages that the
+# tests import. Takes half a minute and 330 MB. Does nothing if the environment is complete.
 set -eu
 
 SGLANG=0.5.23
@@ -43,12 +43,12 @@ fi
 [ -x "$python" ] || "$below/bin/python" -m venv "$env"
 site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 below_site=$("$below/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-# SGLang imports torchvision for images. Its compiled operators may not fit a CPU build of torch; this line, which Python
-# runs at its start, leaves out the module that registers them.
+# SGLang imports torchvision for images. Its compiled operators may not fit a CPU build of torch; this line, executed at
+# the start of Python, omits the module that registers them.
 stub='import sys, types; sys.modules.setdefault("torchvision._meta_registrations", types.ModuleType("stub"))'
 printf '%s\n' "$below_site" "$project/src" "$stub" > "$site/below.pth"
 ln -sf "$below/bin/rclone" "$env/bin/rclone"  # the tests' bucket
-say "installing sglang $SGLANG, lmcache $LMCACHE, and what they import"
+say "installing sglang $SGLANG, lmcache $LMCACHE and their imports"
 "$python" -m pip --quiet --disable-pip-version-check install --no-deps "sglang==$SGLANG" "lmcache==$LMCACHE" \
     "torchvision==$TORCHVISION" gguf orjson ipython ipython-pygments-lexers traitlets decorator jedi parso \
     matplotlib-inline prompt-toolkit wcwidth stack-data executing asttokens pure-eval pexpect ptyprocess \

@@ -1,8 +1,8 @@
 #!/bin/sh
 # Builds a virtual environment with LMCache 0.5.6 for bench/integrity.py: tools/lmcache_env.sh DIR
 #
-# Needs no GPU. The wheel is installed without its requirements, which name CUDA packages: these are the
-# ones that importing its `fs` adapters takes. PYTHON names the interpreter, python3 by default.
+# Needs no GPU. The wheel is installed without its requirements, which are CUDA packages, and with the imports of
+# its `fs` adapters. PYTHON is the interpreter, python3 by default.
 set -eu
 
 LMCACHE=0.5.6
@@ -18,7 +18,7 @@ pip() { "$python" -m pip --quiet --disable-pip-version-check "$@"; }
 
 echo "lmcache-env: installing torch $TORCH"
 pip install "torch==$TORCH"
-echo "lmcache-env: installing lmcache $LMCACHE, and what its fs adapters import"
+echo "lmcache-env: installing lmcache $LMCACHE and the imports of its fs adapters"
 pip install aiofiles aiohttp cachetools cryptography msgspec numba "numpy<=2.2.6" "opentelemetry-api<=1.40.0" \
     opentelemetry-sdk "prometheus_client<=0.24.1" psutil py-cpuinfo pyyaml pyzmq requests safetensors \
     sortedcontainers

