@@ -41,6 +41,7 @@ def larger_hits(
         # If every block fits, a larger capacity changes nothing.
         if number and _larger(config, FACTORS[number - 1]).capacity_blocks >= trace.unique_blocks:
             hits[number] = hits[number - 1]
+            progress((number + 1) * trace.requests)
             continue
         done = number * trace.requests
         run = replay_of(trace, _larger(config, factor))
