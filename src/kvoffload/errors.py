@@ -10,11 +10,21 @@ from contextlib import suppress
 from math import isfinite, nan
 from numbers import Real
 from operator import index
-from typing import SupportsIndex, cast
+from typing import Any, SupportsIndex, TypeVar, cast
+
+E = TypeVar("E", bound=Exception)
 
 
 class KVOffloadError(Exception):
-    """Base class of all kvoffload errors."""
+    """Base class of all kvoffload errors. Every error can be pickled, if its fields can."""
+
+    def __reduce__(self) -> Any:
+        # The default would call `__init__` with the message alone.
+        return _restored, (type(self), self.args), vars(self)
+
+
+def _restored(cls: type[E], args: tuple[object, ...]) -> E:
+    return cls.__new__(cls, *args)
 
 
 class ConfigError(KVOffloadError, ValueError):
