@@ -128,6 +128,17 @@ def test_a_directory_that_other_users_can_write_is_not_trusted(tmp_path: Path) -
     assert trusted_directory(tmp_path, DIGEST) is None
 
 
+def test_a_directory_that_another_user_has_made_unreadable_is_not_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    (tmp_path / f"kvoffload-{DIGEST}").mkdir(mode=0o700)
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    assert trusted_directory(tmp_path, DIGEST) is None
+
+
 def test_a_directory_with_a_subdirectory_that_a_group_can_write_is_not_trusted(tmp_path: Path) -> None:
     subdirectory = tmp_path / f"kvoffload-{DIGEST}" / "structures_0"
     subdirectory.mkdir(parents=True)

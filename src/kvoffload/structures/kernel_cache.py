@@ -129,9 +129,9 @@ def trusted_directory(home: Path, digest: str) -> Path | None:
     place = home / f"kvoffload-{digest[:16]}"
     try:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        inside = [place, *(path for path in place.iterdir() if path.is_dir())]
     except OSError:
         return None
-    inside = [place, *(path for path in place.iterdir() if path.is_dir())]
     return place if all(map(_is_own, inside)) and _can_write(place) else None
 
 
