@@ -33,6 +33,22 @@ def model(place: Path, weights: bytes = b"weights", config: str = "{}") -> str:
     return str(place)
 
 
+def test_a_file_whose_name_is_not_utf_8_is_part_of_the_weights(tmp_path: Path) -> None:
+    first, second = model(tmp_path / "a"), model(tmp_path / "b")
+    Path(os.fsdecode(os.fsencode(first) + b"/\xff.json")).write_text("{}")
+    assert weights_identity(first) != weights_identity(second)
+    assert weights_identity(first) == weights_identity(first)
+
+
+def test_a_full_disk_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: object, target: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    assert weights_identity(model(tmp_path / "a")).startswith("content ")
+    assert not list((tmp_path / "cache/kvoffload").iterdir())
+
+
 def test_copies_have_equal_identities_and_other_weights_do_not(tmp_path: Path) -> None:
     first = model(tmp_path / "a")
     shutil.copytree(first, tmp_path / "b")

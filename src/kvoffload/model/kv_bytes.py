@@ -76,12 +76,7 @@ def bytes_per_token(model: str, kv_cache_dtype: str = "auto") -> int:
         return 2 * layers * heads * head_size * (KV_CACHE_DTYPES[kv_cache_dtype] or 2)
     if place is None:
         raise ConfigError("model", model, _ALLOWED + ", ".join(_KNOWN) + nearest(name, _KNOWN))
-    try:
-        config: dict[str, Any] = msgspec.json.decode(place.read_bytes(), type=dict[str, Any])
-    except OSError as error:
-        raise ConfigError("model", model, f"{place} cannot be read ({error.strerror})") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ConfigError("model", model, f"{place} is not a model configuration ({error})") from None
+    config = _read(model, place)
     if kv_cache_dtype == "auto" and (dtype := _quantized_cache(place, config)):
         why = f"its checkpoint stores the KV cache as {dtype}; give --kv-cache-dtype or --bytes-per-token"
         raise ConfigError("model", model, why)
@@ -95,9 +90,8 @@ def sliding_layers(model: str) -> tuple[int, int]:
     """
     if (place := _config_file(model)) is None:
         return 0, 0
-    config: dict[str, Any] = msgspec.json.decode(place.read_bytes(), type=dict[str, Any])
-    text = config.get("text_config")
-    text = text if isinstance(text, dict) else config
+    config = _read(model, place)
+    text = _object(config, "text_config") or config
     kinds = text.get("layer_types")
     if isinstance(kinds, list):
         return sum("sliding" in str(kind) for kind in kinds), len(kinds)
@@ -116,7 +110,7 @@ def kv_heads(model: str) -> int:
     place = _config_file(model)
     if place is None:
         return _KNOWN[model.lower().removesuffix("-instruct")][1]
-    config: dict[str, Any] = msgspec.json.decode(place.read_bytes(), type=dict[str, Any])
+    config = _read(model, place)
     text = _object(config, "text_config") or config
     number = _numbers(model, text)
     if "kv_lora_rank" not in text:
@@ -132,6 +126,15 @@ def _config_file(model: str) -> Path | None:
     if place.is_file():
         return place
     return None if model.lower().removesuffix("-instruct") in _KNOWN else _in_hub_cache(model)
+
+
+def _read(model: str, place: Path) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(place.read_bytes(), type=dict[str, Any])
+    except OSError as error:
+        raise ConfigError("model", model, f"{place} cannot be read ({error.strerror})") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError("model", model, f"{place} is not a model configuration ({error})") from None
 
 
 def block_bytes(
@@ -163,9 +166,8 @@ def _quantized_cache(place: Path, config: Mapping[str, Any]) -> str:
     given = next((section for name in names for at in places if (section := _object(at, name))), {})
     if not given:
         with contextlib.suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
-            given = msgspec.json.decode(
-                (place.parent / "hf_quant_config.json").read_bytes(), type=dict[str, Any]
-            )
+            older = place.parent / "hf_quant_config.json"
+            given = msgspec.json.decode(older.read_bytes(), type=dict[str, Any])
     makers = (given.get("quant_method"), _object(given, "producer").get("name"))
     if not any(str(maker).lower().startswith(("modelopt", "compressed-tensors")) for maker in makers):
         return ""
@@ -182,6 +184,7 @@ def _object(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _of_config(model: str, config: Mapping[str, Any], number_bytes: int) -> int:
+    """Compute the KV bytes of one token. `number_bytes`: bytes of a number; 0: the model's dtype decides."""
     text = _object(config, "text_config") or config
     number = _numbers(model, text)
     named = [at.get(name) for at in (text, config) for name in ("torch_dtype", "dtype")]
@@ -244,10 +247,8 @@ def _heads_with_kv(text: Mapping[str, Any], number: Callable[..., int]) -> int:
 
 
 def _attention_layers(model: str, text: Mapping[str, Any], num_layers: int) -> int:
-    kinds, num_shared = (
-        text.get("layer_types") or text.get("layers_block_type"),
-        text.get("num_kv_shared_layers"),
-    )
+    kinds = text.get("layer_types") or text.get("layers_block_type")
+    num_shared = text.get("num_kv_shared_layers")
     if isinstance(num_shared, int) and 0 < num_shared < num_layers:
         num_layers -= num_shared
     if isinstance(kinds, list):

@@ -30,10 +30,12 @@ def files_of(model: str) -> list[tuple[str, int, int]]:
     path = Path(model)
     if not model or not path.exists():
         return []
-    files = {path}
-    if path.is_dir():
-        files = {file for kind in FILES_OF_A_MODEL for file in path.glob(kind) if file.is_file()}
-    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(files)]
+    files = _files_in(path) if path.is_dir() else [path]
+    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+
+
+def _files_in(directory: Path) -> list[Path]:
+    return sorted({path for kind in FILES_OF_A_MODEL for path in directory.glob(kind) if path.is_file()})
 
 
 def weights_identity(model: str, download_dir: str = "") -> str:
@@ -66,7 +68,7 @@ def weights_identity(model: str, download_dir: str = "") -> str:
 
 
 def _content_digest(model: str, directory: Path) -> str:
-    files = sorted({path for kind in FILES_OF_A_MODEL for path in directory.glob(kind) if path.is_file()})
+    files = _files_in(directory)
     if not any(path.suffix not in (".json", ".py") for path in files):
         raise ConfigError("model", model, f"there are no weights in this directory; {_HINT}")
     remembered = _remembered()
@@ -77,7 +79,7 @@ def _content_digest(model: str, directory: Path) -> str:
         # Includes the inode's change time (ctime), because a copy may preserve the modification time.
         name = f"{path}|{status.st_size}|{status.st_mtime_ns}|{status.st_ctime_ns}"
         known[name] = remembered.get(name) or digest_of(path)
-        total.update(f"{path.name}\0{status.st_size}\0{known[name]}\n".encode())
+        total.update(os.fsencode(path.name) + f"\0{status.st_size}\0{known[name]}\n".encode())
     if known.items() - remembered.items():
         _remember(remembered | known)
     return total.hexdigest()
@@ -103,9 +105,12 @@ def _remembered() -> dict[str, str]:
 
 def _remember(digests: dict[str, str]) -> None:
     """Write the cache of digests. A failure is ignored: the next call reads the files again."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, UnicodeEncodeError):  # a path may have bytes that are not UTF-8
+        content = msgspec.json.encode(digests)
         _memory().parent.mkdir(parents=True, exist_ok=True)
         # Written to another file and renamed, because several engines may start at once.
-        with tempfile.NamedTemporaryFile(dir=_memory().parent, delete=False) as file:
-            file.write(msgspec.json.encode(digests))
-        os.replace(file.name, _memory())
+        with tempfile.TemporaryDirectory(dir=_memory().parent) as folder:
+            file = Path(folder, "digests")
+            file.touch(mode=0o600)
+            file.write_bytes(content)
+            os.replace(file, _memory())
