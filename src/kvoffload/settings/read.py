@@ -23,23 +23,11 @@ from kvoffload.errors import CombinedConfigError, ConfigError, Problems
 
 T = TypeVar("T")
 
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-    "PIB": 2**50,
-    **dict.fromkeys(("K", "KI"), 2**10),
-    **dict.fromkeys(("M", "MI"), 2**20),
-    **dict.fromkeys(("G", "GI"), 2**30),
-    **dict.fromkeys(("T", "TI"), 2**40),
-}
+_UNITS = {"": 1, "B": 1, "PIB": 1024**5}
+for _power, _letter in enumerate("KMGT", 1):
+    _UNITS |= {f"{_letter}B": 1000**_power}
+    _UNITS |= dict.fromkeys((_letter, f"{_letter}I", f"{_letter}IB"), 1024**_power)
+
 MOST_BLOCKS = 2**30
 ANY_TRACE = MOST_BLOCKS
 """Number of unique blocks that is assumed when capacities are checked before the trace is read."""
@@ -59,11 +47,8 @@ def parse_size(field: str, text: str) -> int:
     """
     match = _NUMBER.fullmatch(text.strip())
     if match is None or match[2].upper() not in _UNITS:
-        raise ConfigError(
-            field,
-            text,
-            "allowed: bytes, or a number with KiB, MiB, GiB, TiB, PiB (or K, M, G, T), KB, MB, GB, TB",
-        )
+        units = "KiB, MiB, GiB, TiB, PiB (or K, M, G, T), KB, MB, GB, TB"
+        raise ConfigError(field, text, f"allowed: bytes, or a number with {units}")
     if "." not in match[1]:
         return int(match[1]) * _UNITS[match[2].upper()]
     return int(float(match[1]) * _UNITS[match[2].upper()])
@@ -94,12 +79,8 @@ def parse_capacity(field: str, text: str, block_bytes: int | None, unique_blocks
     elif match[2].upper() not in _UNITS:
         raise ConfigError(field, text, _CAPACITIES)
     elif block_bytes is None:
-        raise ConfigError(
-            field,
-            text,
-            "a size needs the bytes of a token: give --model config.json, or --bytes-per-token 128KiB "
-            f"(Llama 3.1 8B); {_CAPACITIES}",
-        )
+        needs = "give --model config.json, or --bytes-per-token 128KiB (Llama 3.1 8B)"
+        raise ConfigError(field, text, f"a size needs the bytes of a token: {needs}; {_CAPACITIES}")
     else:
         blocks = parse_size(field, text) // block_bytes
         too_few = f"it is less than one block ({block_bytes:,} B)"
@@ -360,12 +341,9 @@ def check_fields(options: object, where: str) -> None:
 
 def unknown_options(given: Mapping[str, Any], known: Sequence[str], where: str = "") -> list[ConfigError]:
     """List an error for each option that is not in `known`. `where` precedes the option's name."""
+    why = "there is no such option{}; allowed: " + ", ".join(known)
     return [
-        ConfigError(
-            f"{where}{name}",
-            value,
-            f"there is no such option{nearest(name, known)}; allowed: {', '.join(known)}",
-        )
+        ConfigError(f"{where}{name}", value, why.format(nearest(name, known)))
         for name, value in given.items()
         if name not in known
     ]

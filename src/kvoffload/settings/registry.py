@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -73,7 +74,7 @@ class Registry(Generic[T]):
 
     def names(self) -> list[str]:
         """List the known names, sorted."""
-        return sorted({*self._built_in(), *(point.name for point in self._entry_points())})
+        return sorted({*self._built_in, *(point.name for point in self._entry_points())})
 
     def find(self, spec: str | type[T]) -> type[T]:
         """Return the class named by `spec`. If `spec` has parameters, return a subclass with these defaults.
@@ -126,7 +127,7 @@ class Registry(Generic[T]):
         known, colon, text = name.partition(":")
         value = text if colon else None
         # Built-in classes first, because a search of entry points reads files of every installed package.
-        if home := self._imported(known) or self._built_in().get(known):
+        if home := self._built_in.get(known):
             module = self._import(known, home)
             return next(cls for cls in self._own(module) if cls.name == known), value  # type: ignore[attr-defined]
         for point in self._entry_points():
@@ -141,20 +142,11 @@ class Registry(Generic[T]):
             raise ConfigError(self.field, name, f"{home} has no {attribute}{own and f'; it has {own}'}")
         return self._check(name, getattr(module, attribute)), None
 
-    def _imported(self, name: str) -> str | None:
-        """Return the name of the built-in module for `name` if it is already imported, else None.
-
-        Faster than `_built_in`, which lists a folder.
-        """
-        homes = (f"{self._package}.{name}", f"{self._package}._{name}")
-        is_name = f"_{name}".isidentifier() and name[:1] != "_"
-        return next((home for home in homes if home in sys.modules), None) if is_name else None
-
+    @functools.cached_property
     def _built_in(self) -> dict[str, str]:
-        folder = importlib.import_module(self._package).__path__
-        return {
-            file.name.lstrip("_"): f"{self._package}.{file.name}" for file in pkgutil.iter_modules(folder)
-        }
+        """The module of each built-in class, by the name of the class."""
+        files = pkgutil.iter_modules(importlib.import_module(self._package).__path__)
+        return {file.name.lstrip("_"): f"{self._package}.{file.name}" for file in files}
 
     def _entry_points(self) -> list[EntryPoint]:
         return list(entry_points(group=self._package))
