@@ -12,51 +12,52 @@ from typing import TYPE_CHECKING, Any
 from kvoffload._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from kvoffload.admission.reuse import ReuseAdmission
-    from kvoffload.cache.cache import KVCache
-    from kvoffload.cache.kv_layout import KVLayout
-    from kvoffload.cache.open import open
-    from kvoffload.cache.request import KVRequest
-    from kvoffload.core.admission import Admission
-    from kvoffload.core.hints import Hints
-    from kvoffload.core.manager import OffloadingManager
-    from kvoffload.core.plans import (
-        LoadPlan,
-        LookupResult,
-        ManagerStats,
-        OffloadingEvent,
-        PrefixLookup,
-        StorePlan,
-    )
-    from kvoffload.core.policy import BlockwisePolicy, EvictionPolicy
-    from kvoffload.core.request import RequestContext
-    from kvoffload.core.tenants import Quota, TenantStats
-    from kvoffload.errors import (
-        ConfigError,
-        GoneError,
-        KVOffloadError,
-        MisuseError,
-        PolicyError,
-        TraceError,
-    )
-    from kvoffload.node.node_manager import NodeManager
-    from kvoffload.node.pool_directory import PoolDirectory
-    from kvoffload.replay.optimum import optimum
-    from kvoffload.replay.replay import Replay, ReplayConfig
-    from kvoffload.replay.report import ReplayReport
-    from kvoffload.structures.keys import Keys, OffloadKey
-    from kvoffload.tiering.tiered_manager import TieredManager
-    from kvoffload.tiers.contract import SecondaryTier
-    from kvoffload.tiers.disk import DiskTier
-    from kvoffload.tiers.memory import MemoryTier
-    from kvoffload.tiers.spec import open_tier
-    from kvoffload.tiers.striped import StripedTier
-    from kvoffload.tiers.write_budget import WriteBudget
-    from kvoffload.traces.format import read_trace
-    from kvoffload.traces.formats.mooncake import write_trace
-    from kvoffload.traces.sources import load_trace
-    from kvoffload.traces.trace import Trace
-    from kvoffload.transfer import copy_blocks, copy_engine_for
+    from kvoffload.admission.reuse import ReuseAdmission as ReuseAdmission
+    from kvoffload.cache.cache import KVCache as KVCache
+    from kvoffload.cache.kv_layout import KVLayout as KVLayout
+    from kvoffload.cache.open import open as open
+    from kvoffload.cache.request import KVRequest as KVRequest
+    from kvoffload.core.admission import Admission as Admission
+    from kvoffload.core.hints import Hints as Hints
+    from kvoffload.core.manager import OffloadingManager as OffloadingManager
+    from kvoffload.core.plans import LoadPlan as LoadPlan
+    from kvoffload.core.plans import LookupResult as LookupResult
+    from kvoffload.core.plans import ManagerStats as ManagerStats
+    from kvoffload.core.plans import OffloadingEvent as OffloadingEvent
+    from kvoffload.core.plans import PrefixLookup as PrefixLookup
+    from kvoffload.core.plans import StorePlan as StorePlan
+    from kvoffload.core.policy import BlockwisePolicy as BlockwisePolicy
+    from kvoffload.core.policy import EvictionPolicy as EvictionPolicy
+    from kvoffload.core.request import RequestContext as RequestContext
+    from kvoffload.core.tenants import Quota as Quota
+    from kvoffload.core.tenants import TenantStats as TenantStats
+    from kvoffload.errors import ConfigError as ConfigError
+    from kvoffload.errors import GoneError as GoneError
+    from kvoffload.errors import KVOffloadError as KVOffloadError
+    from kvoffload.errors import MisuseError as MisuseError
+    from kvoffload.errors import PolicyError as PolicyError
+    from kvoffload.errors import TraceError as TraceError
+    from kvoffload.node.node_manager import NodeManager as NodeManager
+    from kvoffload.node.pool_directory import PoolDirectory as PoolDirectory
+    from kvoffload.replay.optimum import optimum as optimum
+    from kvoffload.replay.replay import Replay as Replay
+    from kvoffload.replay.replay import ReplayConfig as ReplayConfig
+    from kvoffload.replay.report import ReplayReport as ReplayReport
+    from kvoffload.structures.keys import Keys as Keys
+    from kvoffload.structures.keys import OffloadKey as OffloadKey
+    from kvoffload.tiering.tiered_manager import TieredManager as TieredManager
+    from kvoffload.tiers.contract import SecondaryTier as SecondaryTier
+    from kvoffload.tiers.disk import DiskTier as DiskTier
+    from kvoffload.tiers.memory import MemoryTier as MemoryTier
+    from kvoffload.tiers.spec import open_tier as open_tier
+    from kvoffload.tiers.striped import StripedTier as StripedTier
+    from kvoffload.tiers.write_budget import WriteBudget as WriteBudget
+    from kvoffload.traces.format import read_trace as read_trace
+    from kvoffload.traces.formats.mooncake import write_trace as write_trace
+    from kvoffload.traces.sources import load_trace as load_trace
+    from kvoffload.traces.trace import Trace as Trace
+    from kvoffload.transfer import copy_blocks as copy_blocks
+    from kvoffload.transfer import copy_engine_for as copy_engine_for
 
 _HOME = {
     "Admission": "core.admission",
@@ -107,54 +108,7 @@ _HOME = {
     "write_trace": "traces.formats.mooncake",
 }
 
-__all__ = [
-    "Admission",
-    "BlockwisePolicy",
-    "ConfigError",
-    "DiskTier",
-    "EvictionPolicy",
-    "GoneError",
-    "Hints",
-    "KVCache",
-    "KVLayout",
-    "KVOffloadError",
-    "KVRequest",
-    "Keys",
-    "LoadPlan",
-    "LookupResult",
-    "ManagerStats",
-    "MemoryTier",
-    "MisuseError",
-    "NodeManager",
-    "OffloadKey",
-    "OffloadingEvent",
-    "OffloadingManager",
-    "PolicyError",
-    "PoolDirectory",
-    "PrefixLookup",
-    "Quota",
-    "Replay",
-    "ReplayConfig",
-    "ReplayReport",
-    "RequestContext",
-    "ReuseAdmission",
-    "SecondaryTier",
-    "StorePlan",
-    "StripedTier",
-    "TenantStats",
-    "TieredManager",
-    "Trace",
-    "TraceError",
-    "WriteBudget",
-    "copy_blocks",
-    "copy_engine_for",
-    "load_trace",
-    "open",
-    "open_tier",
-    "optimum",
-    "read_trace",
-    "write_trace",
-]
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
