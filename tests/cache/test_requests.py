@@ -465,7 +465,7 @@ def test_salts_and_keys_of_every_form() -> None:
         assert (request._chain.keys, request.num_tokens) == (keys, 3 * T)
 
 
-@pytest.mark.parametrize("wrong", [None, "5", float("nan"), -1])
+@pytest.mark.parametrize("wrong", [None, "5", float("nan"), -1, True, 10**400])
 def test_invalid_time_limits_are_named(wrong: Any) -> None:
     with opened() as cache:
         for call, field in (("flush", "timeout_s"), ("reset", "timeout_s"), ("close", "flush_s")):

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from kvoffload.cache.jobs import CacheStats, Jobs, Observer
 from kvoffload.cache.key_chain import GivenKeys, KeyChain, Tokens
 from kvoffload.cache.kv_layout import KVLayout
-from kvoffload.cache.owner import Limit, Owner, seconds_of
+from kvoffload.cache.owner import Limit, Owner
 from kvoffload.cache.request import KVRequest
 from kvoffload.core.hints import NO_HINTS, Hints
-from kvoffload.errors import ConfigError
+from kvoffload.errors import ConfigError, finite
 from kvoffload.tiering.tiered_manager import TieredManager
 
 _FLUSH_S = 10.0
@@ -64,14 +64,7 @@ class KVCache:
                 raise ConfigError("keys", "given", "allowed: without token_ids and salt")
             chain = GivenKeys(self.layout.block_tokens)
             chain.extend(keys)
-        return KVRequest(
-            chain,
-            hints,
-            owner=self._owner,
-            jobs=self._jobs,
-            layout=self.layout,
-            deadline_s=self.deadline_s,
-        )
+        return KVRequest(chain, hints, self._owner, self._jobs, self.layout, self.deadline_s)
 
     @property
     def manager(self) -> TieredManager:
@@ -136,7 +129,8 @@ class KVCache:
 
 
 def _limit(field: str, seconds: object) -> Limit:
-    """Return the time limit of a job. Raises `ConfigError`."""
-    if not seconds_of(seconds) >= 0.0:
+    """Return the time limit of a job. Infinite seconds are no limit. Raises `ConfigError`."""
+    number = seconds if isinstance(seconds, float) and seconds == math.inf else finite(seconds)
+    if not number >= 0.0:
         raise ConfigError(field, seconds, "allowed: seconds, 0 or more")
-    return Limit(seconds_of(seconds))
+    return Limit(number)

@@ -46,15 +46,17 @@ class KeyChain:
             raise ConfigError("salt", salt, "allowed: a text or bytes")
         data = salt.encode("utf-8", "surrogatepass") if isinstance(salt, str) else salt
         self._parent = hashlib.sha256(data).digest()
-        self._rest = np.empty(0, np.int64)
+        self._rest: npt.NDArray[np.int64] = np.empty(0, "<i8")
         self.keys: list[bytes] = []
         self.num_tokens = 0
 
     def extend(self, token_ids: Tokens) -> None:
         """Append tokens. Cost: 1 µs a block. Raises `ConfigError` for anything but integers."""
-        new = _integers(token_ids)
+        new = integers("token_ids", token_ids)
+        if new.size and int(new.max()) > _LARGEST_TOKEN:
+            raise ConfigError("token_ids", int(new.max()), f"allowed: up to {_LARGEST_TOKEN}")
         self.num_tokens += len(new)
-        tokens = np.concatenate((self._rest, new))
+        tokens = np.concatenate((self._rest, new.astype("<i8")))
         full = len(tokens) // self._block_tokens * self._block_tokens
         data, width = tokens[:full].tobytes(), 8 * self._block_tokens
         for begin in range(0, len(data), width):
@@ -83,15 +85,15 @@ class GivenKeys:
         self.num_tokens = len(self.keys) * self._block_tokens
 
 
-def _integers(token_ids: Tokens) -> npt.NDArray[np.int64]:
-    given = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
+def integers(field: str, given: Any, allowed: str = "one dimension of integers") -> npt.NDArray[Any]:
+    """Convert integers of Python, numpy or torch to an array. An empty array may have another dtype.
+
+    Raises: `ConfigError`.
+    """
     try:
-        array = np.asarray(given)
+        array = np.asarray(given.tolist() if hasattr(given, "tolist") else given)
     except ValueError:
         array = np.asarray(None)  # rows of different lengths
-    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size) or isinstance(given, (str, bytes)):
-        kind = f"{array.dtype} of shape {array.shape}"
-        raise ConfigError("token_ids", kind, "allowed: one dimension of integers")
-    if array.size and int(array.max()) > _LARGEST_TOKEN:
-        raise ConfigError("token_ids", int(array.max()), f"allowed: up to {_LARGEST_TOKEN}")
-    return array.astype("<i8")
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+        raise ConfigError(field, f"{array.dtype} of shape {array.shape}", f"allowed: {allowed}")
+    return array

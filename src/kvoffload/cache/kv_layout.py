@@ -35,7 +35,6 @@ KVTensors: TypeAlias = Any
 class _Tensor(NamedTuple):
     name: str
     array: View
-    layer: int
     is_value: bool
 
 
@@ -94,7 +93,7 @@ class KVLayout:
             if self.heads != 1 and "head" not in self.names:
                 raise ConfigError("heads", self.heads, "allowed: 1 without the axis head")
         with problems:
-            if self.value_dim is not None and not self._has_pairs:
+            if self.value_dim is not None and not _has_pairs(self.names):
                 raise ConfigError("value_dim", self.value_dim, "allowed: only for pairs (keys, values)")
             if self.value_dim is not None:
                 object.__setattr__(self, "value_dim", check_integer("value_dim", self.value_dim, _LARGEST))
@@ -110,7 +109,7 @@ class KVLayout:
         """
         names = tuple(axes.split()) if isinstance(axes, str) else ()
         _check_axes(names)
-        has_pairs = "head" in names and "kv" not in names
+        has_pairs = _has_pairs(names)
         if "layer" not in names and not (isinstance(kv, Sequence) and len(kv)):
             raise ConfigError("kv", kv if isinstance(kv, Sequence) else type(kv).__name__, "give all layers")
         first = kv if "layer" in names else kv[0]
@@ -182,30 +181,23 @@ class KVLayout:
 
     # ---- private
 
-    @property
-    def _has_pairs(self) -> bool:
-        return "head" in self.names and "kv" not in self.names
-
     def _tensors(self, kv: KVTensors) -> Iterator[_Tensor]:
         """Yield the tensors, keys before values: layer by layer, unless ``layer`` is an axis."""
         if "layer" in self.names:
-            kinds = ((False, kv[0]), (True, kv[1])) if self._has_pairs and _is_pair(kv) else ((False, kv),)
-            if self._has_pairs and len(kinds) != 2:
-                raise ConfigError("kv", type(kv).__name__, "allowed: a pair (keys, values)")
-            for is_value, array in kinds:
-                yield _Tensor("kv" if not self._has_pairs else f"kv[{int(is_value)}]", array, -1, is_value)
-            return
-        if not isinstance(kv, Sequence) or len(kv) != self.layers:
+            parts = {"kv": kv}
+        elif isinstance(kv, Sequence) and len(kv) == self.layers:
+            parts = {f"kv[{layer}]": part for layer, part in enumerate(kv)}
+        else:
             got = f"{len(kv)} layers" if isinstance(kv, Sequence) else type(kv).__name__
             raise ConfigError("kv", got, f"allowed: a list of {self.layers} layers")
-        for layer, given in enumerate(kv):
-            if not self._has_pairs:
-                yield _Tensor(f"kv[{layer}]", given, layer, False)
-            elif not _is_pair(given):
-                raise ConfigError(f"kv[{layer}]", type(given).__name__, "allowed: a pair (keys, values)")
-            else:
-                yield _Tensor(f"kv[{layer}][0]", given[0], layer, False)
-                yield _Tensor(f"kv[{layer}][1]", given[1], layer, True)
+        for name, part in parts.items():
+            if not _has_pairs(self.names):
+                yield _Tensor(name, part, False)
+                continue
+            if not _is_pair(part):
+                raise ConfigError(name, type(part).__name__, "allowed: a pair (keys, values)")
+            yield _Tensor(f"{name}[0]", part[0], False)
+            yield _Tensor(f"{name}[1]", part[1], True)
 
     def _check(self, tensor: _Tensor, first: _Tensor) -> None:
         """Compare a tensor with the layout, and with the first tensor."""
@@ -273,6 +265,11 @@ def _halves(names: tuple[str, ...], array: View) -> Iterator[View]:
 
 def _at(array: View, axis: int, index: int | slice) -> View:
     return array[(slice(None),) * axis + (index,)]
+
+
+def _has_pairs(names: Sequence[str]) -> bool:
+    """Return True if keys and values are two tensors."""
+    return "head" in names and "kv" not in names
 
 
 def _is_pair(given: object) -> bool:

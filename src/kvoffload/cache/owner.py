@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import os
 import threading
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from numbers import Real
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -38,11 +36,6 @@ class Limit:
     def left_s(self) -> float:
         """Return the seconds that are left, or 0."""
         return max(0.0, self._until - time.monotonic())
-
-
-def seconds_of(value: object) -> float:
-    """Convert a number of Python or numpy to a float. Other values give NaN."""
-    return float(value) if isinstance(value, Real) else math.nan
 
 
 class Owner:

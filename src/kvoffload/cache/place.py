@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kvoffload.cache.key_chain import integers
 from kvoffload.cache.kv_layout import KVLayout, KVTensors
 from kvoffload.errors import ConfigError
 from kvoffload.transfer.engine import is_tensor
@@ -49,20 +50,10 @@ class Place(NamedTuple):
 def _checked(block_ids: BlockIds | None, count: int) -> npt.NDArray[np.int64]:
     if block_ids is None:
         raise ConfigError("block_ids", None, "give the engine's blocks for the request, in order")
-    given = block_ids.tolist() if hasattr(block_ids, "tolist") else block_ids
-    try:
-        ids = np.asarray(given)
-    except ValueError:
-        ids = np.asarray(None)  # lists of different lengths
-    if ids.ndim != 1 or (ids.dtype.kind not in "iu" and ids.size):
-        raise ConfigError(
-            "block_ids",
-            f"{ids.dtype} of shape {ids.shape}",
-            "allowed: one dimension of integers, the blocks of all layers",
-        )
+    ids = integers("block_ids", block_ids, "one dimension of integers, the blocks of all layers")
     outside = np.flatnonzero((ids < 0) | (ids >= count))
     if len(outside):
-        raise ConfigError(f"block_ids[{outside[0]}]", given[outside[0]], f"allowed: 0 to {count - 1}")
+        raise ConfigError(f"block_ids[{outside[0]}]", int(ids[outside[0]]), f"allowed: 0 to {count - 1}")
     if len(np.unique(ids)) < len(ids):
-        raise ConfigError("block_ids", given, "allowed: each block once")
+        raise ConfigError("block_ids", ids.tolist(), "allowed: each block once")
     return ids.astype(np.int64)

@@ -13,10 +13,10 @@ from typing import Any
 from kvoffload.cache.jobs import Jobs, Work
 from kvoffload.cache.key_chain import KEY_BYTES, GivenKeys, KeyChain, Tokens
 from kvoffload.cache.kv_layout import KVLayout, KVTensors
-from kvoffload.cache.owner import Limit, Owner, seconds_of
+from kvoffload.cache.owner import Limit, Owner
 from kvoffload.cache.place import BlockIds, Place
 from kvoffload.core.hints import Hints
-from kvoffload.errors import ConfigError, MisuseError, check_integer
+from kvoffload.errors import ConfigError, MisuseError, check_integer, finite
 from kvoffload.structures.keys import Keys
 
 
@@ -34,7 +34,6 @@ class KVRequest:
         self,
         chain: KeyChain | GivenKeys,
         hints: Hints,
-        *,
         owner: Owner,
         jobs: Jobs,
         layout: KVLayout,
@@ -200,7 +199,7 @@ class KVRequest:
         return check_integer(field, value, self.num_tokens, 0, "the tokens of the request")
 
     def _checked_timeout(self, timeout_s: object) -> float:
-        if 0.0 <= (seconds := seconds_of(timeout_s)) <= self._deadline_s:
+        if 0.0 <= (seconds := finite(timeout_s)) <= self._deadline_s:
             return seconds
         allowed = f"allowed: 0 to {self._deadline_s:g} seconds, the cache's deadline_s"
         raise ConfigError("timeout_s", timeout_s, allowed)

@@ -6,7 +6,6 @@ Does not know which slots are in use.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import logging
@@ -14,7 +13,6 @@ import mmap
 import os
 import time
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +27,7 @@ from kvoffload.node.pool_directory import (
     PoolDirectory,
     log_other_pools,
     open_own,
+    wait_for_lock,
 )
 from kvoffload.settings.ram import RamOptions
 from kvoffload.text import size
@@ -38,9 +37,8 @@ _FORMAT = 1
 """Version of the file `SLOTS`. Increment it with every change of the file's layout."""
 _MAGIC = 0x6B766F66_736C6F74
 _STEP_BYTES = 256 * 1024 * 1024
-_POLL_S, _PATIENCE_S = 0.01, 600.0
-"""Two times in seconds: the pause between two attempts to lock the file, and the longest wait for the
-allocation of the memory by another process."""
+_PATIENCE_S = 600.0
+"""Longest wait for the allocation of the memory by another process, in seconds."""
 _log = logging.getLogger(__name__)
 
 
@@ -93,11 +91,12 @@ def shared_memory_tier(pool: PoolDirectory, num_slots: int, block_bytes: int) ->
     path = pool.path / SLOTS
     fd = open_own(path, os.O_RDWR | os.O_CREAT)
     try:
-        with _locked(fd, path):
-            if os.fstat(fd).st_size != num_bytes or os.pread(fd, len(facts), 0) != facts:
-                _make(pool, fd, facts, num_bytes)
-            mapping = mmap.mmap(fd, num_bytes)
+        wait_for_lock(fd, path, time.monotonic() + _PATIENCE_S)
+        if os.fstat(fd).st_size != num_bytes or os.pread(fd, len(facts), 0) != facts:
+            _make(pool, fd, facts, num_bytes)
+        mapping = mmap.mmap(fd, num_bytes)
     finally:
+        fcntl.flock(fd, fcntl.LOCK_UN)  # the mapping has a copy of the descriptor, which would keep the lock
         os.close(fd)
     checksums = np.frombuffer(mapping, np.uint64, num_slots, mmap.PAGESIZE)
     return MemoryTier(num_slots, block_bytes, memory=SlotMemory(mapping, slots_at, checksums))
@@ -128,21 +127,3 @@ def _make(pool: PoolDirectory, fd: int, facts: bytes, num_bytes: int) -> None:
         os.ftruncate(fd, 0)
         raise UnavailableError("ram", size(num_bytes), f"no room ({error.strerror})") from None
     os.pwrite(fd, facts, 0)
-
-
-@contextlib.contextmanager
-def _locked(fd: int, path: Path) -> Iterator[None]:
-    until = time.monotonic() + _PATIENCE_S
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if time.monotonic() >= until:
-                why = "another process allocates the memory for too long; is it stopped?"
-                raise UnavailableError("ram", str(path), why) from None
-            time.sleep(_POLL_S)
-    try:
-        yield
-    finally:
-        fcntl.flock(fd, fcntl.LOCK_UN)

@@ -357,7 +357,7 @@ def locked(root: Path) -> Iterator[None]:
     while True:
         fd = open_own(path, os.O_RDWR | os.O_CREAT)
         try:
-            _wait_for(fd, path, until)
+            wait_for_lock(fd, path, until)
             if not is_named(fd, path):
                 continue
             try:
@@ -390,7 +390,8 @@ def open_own(path: Path, flags: int) -> int:
     return fd
 
 
-def _wait_for(fd: int, path: Path, until: float) -> None:
+def wait_for_lock(fd: int, path: Path, until: float) -> None:
+    """Lock an open file. Raises `UnavailableError` if the file is still locked at the time `until`."""
     while True:
         try:
             return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
