@@ -328,7 +328,7 @@ class InPython(EvictionPolicy):
         ({"ram": "1MiB,shared=node,keep=-1"}, "ram.keep: '-1' is invalid; allowed: 0, or a time"),
         ({"ram": "1MiB,shared=node,share=2MiB"}, "ram.share: '2MiB' is invalid; allowed: up to the size"),
         ({"ram": "1MiB,shared=node,sice=2"}, "ram.sice: '2' is invalid; there is no such option"),
-        ({"ram": "1MiB,size=2MiB"}, "ram: '1MiB,size=2MiB' is invalid; allowed: each setting once"),
+        ({"ram": "1MiB,size=2MiB"}, "ram.size: '2MiB' is invalid; it is given twice"),
         ({"ram": {"shared": "node"}}, "ram.size: missing"),
         ({"ram": "9,shared=node"}, "ram: '9,shared=node' is invalid; allowed: 384 bytes or more"),
         (

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from kvoffload.core.admission import Admission
-from kvoffload.errors import ConfigError
+from kvoffload.errors import check_integer
 from kvoffload.structures.index import ABSENT, MAX_POSITIONS, find, hash_row
 from kvoffload.structures.jit import BoolArray, I32Array, ReadU64Matrix, kernel
 from kvoffload.structures.keylists import KeyLists, forget_coldest, remember
@@ -40,14 +40,13 @@ class ReuseAdmission(Admission):
     def __init__(
         self, key_bytes: int, store_threshold: int, max_tracker_size: int = DEFAULT_TRACKER_SIZE
     ) -> None:
-        if store_threshold < 2:
-            raise ConfigError("store_threshold", store_threshold, "allowed: 2 or more; 1 admits every block")
-        if max_tracker_size < 1:
-            raise ConfigError("max_tracker_size", max_tracker_size, "allowed: 1 or more")
-        self.key_bytes = key_bytes
-        self.store_threshold, self.max_tracker_size = store_threshold, max_tracker_size
-        self._tracker = KeyLists(max_tracker_size, key_bytes, 1)
-        self._counts = np.full(max_tracker_size, 0, np.int32)
+        size = check_integer("max_tracker_size", max_tracker_size, MAX_POSITIONS // 2)
+        self.key_bytes, self.max_tracker_size = key_bytes, size
+        self.store_threshold = check_integer(
+            "store_threshold", store_threshold, MOST_COUNTED, 2, "because 1 admits every block"
+        )
+        self._tracker = KeyLists(size, key_bytes, 1)
+        self._counts = np.full(size, 0, np.int32)
 
     @classmethod
     def for_cache(cls, key_bytes: int, capacity_blocks: int) -> ReuseAdmission | None:

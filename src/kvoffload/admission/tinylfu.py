@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from kvoffload.core.admission import Admission
-from kvoffload.errors import ConfigError
-from kvoffload.structures.index import hash_row
-from kvoffload.structures.jit import BoolArray, ReadU64Matrix, kernel, prefetch
+from kvoffload.errors import check_integer
+from kvoffload.structures.index import MAX_POSITIONS, hash_row
+from kvoffload.structures.jit import BoolArray, ReadU64Matrix, kernel
 from kvoffload.structures.keys import Keys
-from kvoffload.structures.sketch import FrequencySketch, add, estimate, line_of
+from kvoffload.structures.sketch import FrequencySketch, add, estimate, prefetch_count
 
 THRESHOLD = 2
 
@@ -40,10 +40,9 @@ class TinyLFUAdmission(Admission):
     paper = "Einziger et al., TinyLFU: A Highly Efficient Cache Admission Policy, ACM ToS 13(4), 2017"
 
     def __init__(self, capacity_blocks: int) -> None:
-        if capacity_blocks < 1:
-            raise ConfigError("capacity_blocks", capacity_blocks, "allowed: 1 or more")
-        self._capacity_blocks = self._num_unseen = capacity_blocks
-        self._sketch = FrequencySketch(capacity_blocks)
+        self._capacity_blocks = check_integer("capacity_blocks", capacity_blocks, MAX_POSITIONS // 2)
+        self._num_unseen = self._capacity_blocks
+        self._sketch = FrequencySketch(self._capacity_blocks)
 
     @classmethod
     def for_cache(cls, key_bytes: int, capacity_blocks: int) -> TinyLFUAdmission:
@@ -67,7 +66,7 @@ class TinyLFUAdmission(Admission):
 @kernel
 def _count(sketch: FrequencySketch, batch: ReadU64Matrix) -> None:
     for row in range(batch.shape[0]):
-        prefetch(sketch.table, line_of(sketch.table, hash_row(batch, row)))
+        prefetch_count(sketch, hash_row(batch, row))
     for row in range(batch.shape[0]):
         add(sketch, hash_row(batch, row))
 

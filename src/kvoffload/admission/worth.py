@@ -6,7 +6,6 @@ from typing import Annotated
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from kvoffload.admission.reuse import DEFAULT_TRACKER_SIZE, count_keys, refresh_keys
 from kvoffload.core.admission import Admission
@@ -72,10 +71,20 @@ class WorthAdmission(Admission):
         self._tracker = KeyLists(num_tracked, key_bytes, 1)
         self._counts = np.zeros(num_tracked, np.int32)
         self._offered_at = np.zeros(num_tracked, np.int32)
-        self._references = self._price_at = 0
-        self._balance = self._earned = 0.0
         self._missed_at = np.zeros(num_tracked, np.int32)
         self._begin()
+
+    def _begin(self) -> None:
+        shape = MOST_COUNTED + 1
+        self._num_seen, self._num_offered = np.zeros(shape), np.zeros(shape)
+        self._expected, self._num_missed = np.zeros(shape), np.zeros(shape)
+        self._num_beyond = self._num_missed_beyond = 0.0
+        self._balance = self._earned = 0.0
+        self._references = self._price_at = 0
+        self._has_budget = False
+        self._least = self._full_price = 1
+        """Number of requests that a block needs to enter: `_least` while more than the reserve is left,
+        otherwise `_full_price`."""
 
     @classmethod
     def for_cache(cls, key_bytes: int, capacity_blocks: int) -> WorthAdmission:
@@ -123,30 +132,11 @@ class WorthAdmission(Admission):
         self._offered_at[:] = self._missed_at[:] = 0
         self._begin()
 
-    @property
-    def expected_uses(self) -> npt.NDArray[np.float64]:
-        """Expected further uses of a block after 0, 1, 2, ... requests; shape ``(MOST_COUNTED + 1,)``."""
-        return self._expected.copy()
-
-    def _begin(self) -> None:
-        shape = MOST_COUNTED + 1
-        self._num_seen, self._num_offered = np.zeros(shape), np.zeros(shape)
-        self._expected = np.zeros(shape)
-        self._num_missed = np.zeros(shape)
-        self._num_beyond = self._num_missed_beyond = 0.0
-        self._balance = self._earned = 0.0
-        self._references = self._price_at = 0
-        self._has_budget = False
-        self._least = self._full_price = 1
-        """Number of requests that a block needs to enter: `_least` while more than the reserve is left,
-        otherwise `_full_price`."""
-
     def _set_price(self) -> None:
         """Update the expected uses and the price, then decay the counts of old references."""
-        blocks = self._num_seen + _DOUBT
+        blocks, expected = self._num_seen + _DOUBT, self._expected
         # The last class counts a block again for each further request.
         missed_beyond = self._num_missed_beyond
-        expected = self._expected
         goes_on = min(0.999, self._num_beyond / blocks[-1])
         expected[-1] = missed_beyond / blocks[-1] / (1.0 - goes_on)
         for count in range(MOST_COUNTED - 1, 0, -1):

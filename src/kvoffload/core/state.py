@@ -20,7 +20,7 @@ from kvoffload.structures.index import ABSENT, Index, find, hash_row
 from kvoffload.structures.jit import I32Array, I32Matrix, U64Matrix, inline
 from kvoffload.structures.keylists import KeyLists
 from kvoffload.structures.keys import Keys, words_per_key
-from kvoffload.structures.lists import PREV, Lists
+from kvoffload.structures.lists import PREV, Lists, unlink
 from kvoffload.structures.structs import Struct
 
 REFUSED = -1
@@ -252,6 +252,28 @@ def _coldest_of_givers(cache: Cache, path: Path, links: I32Matrix, slot: int, se
             remember_place(tenants, key, slot)
         slot = links[slot, PREV]
     return slot
+
+
+@inline
+def evict_coldest(cache: Cache, path: Path, links: I32Matrix, first: int, last: int, new: Entering) -> bool:
+    """Remove the coldest evictable blocks from lists, and write them to `new` as the victims of a store.
+
+    Searches the lists with the sentinels `first` to `last`, one after the other. Returns False if too few
+    blocks are evictable.
+    """
+    sentinel = first
+    slot = links[sentinel, PREV]
+    for i in range(new.num_given, new.count):
+        slot = coldest_evictable(cache, path, links, slot, sentinel)
+        while slot == sentinel:
+            if sentinel == last:
+                return False
+            sentinel += 1
+            slot = coldest_evictable(cache, path, links, links[sentinel, PREV], sentinel)
+        new.slots[i] = slot
+        slot = links[slot, PREV]
+        unlink(links, new.slots[i])
+    return True
 
 
 @inline

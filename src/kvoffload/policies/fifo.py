@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from kvoffload.core.policy import CompiledPolicy
 from kvoffload.core.request import Path, Used
-from kvoffload.core.state import Cache, Entering, coldest_evictable
+from kvoffload.core.state import Cache, Entering, evict_coldest
 from kvoffload.structures.index import Index
-from kvoffload.structures.lists import PREV, Lists, push_head, unlink, unlink_all
+from kvoffload.structures.lists import Lists, push_head, unlink_all
 from kvoffload.structures.structs import Struct
 
 
@@ -64,16 +64,9 @@ def access(own: State, used: Used) -> None:
 @FIFO.compiled
 def replace(own: State, new: Entering, cache: Cache, path: Path) -> None:
     links, sentinel = own.queue.links, own.queue.num_positions
-    candidate = links[sentinel, PREV]
-    for i in range(new.num_given, new.count):
-        candidate = coldest_evictable(cache, path, links, candidate, sentinel)
-        if candidate == sentinel:
-            return
-        new.slots[i] = candidate
-        candidate = links[candidate, PREV]
-        unlink(links, new.slots[i])
-    for i in range(new.count):
-        push_head(links, sentinel, new.slots[i])
+    if evict_coldest(cache, path, links, sentinel, sentinel, new):
+        for i in range(new.count):
+            push_head(links, sentinel, new.slots[i])
 
 
 @FIFO.compiled

@@ -14,9 +14,9 @@ import msgspec
 
 from kvoffload.core.policy import CompiledPolicy
 from kvoffload.core.request import Path, Used
-from kvoffload.core.state import Cache, Entering, coldest_evictable
+from kvoffload.core.state import Cache, Entering, evict_coldest
 from kvoffload.structures.index import Index
-from kvoffload.structures.lists import LIST, PREV, Lists, move_to_head, push_head, unlink, unlink_all
+from kvoffload.structures.lists import LIST, Lists, move_to_head, push_all, unlink_all
 from kvoffload.structures.structs import Struct
 
 
@@ -84,20 +84,8 @@ def access(own: State, used: Used) -> None:
 @LFU.compiled
 def replace(own: State, new: Entering, cache: Cache, path: Path) -> None:
     links, lowest = own.by_count.links, own.by_count.num_positions
-    count = lowest
-    candidate = links[count, PREV]
-    for i in range(new.num_given, new.count):
-        candidate = coldest_evictable(cache, path, links, candidate, count)
-        while candidate == count:  # the sentinel: the list is done
-            count += 1
-            if count == links.shape[0]:
-                return
-            candidate = coldest_evictable(cache, path, links, links[count, PREV], count)
-        new.slots[i] = candidate
-        candidate = links[candidate, PREV]
-        unlink(links, new.slots[i])
-    for i in range(new.count - 1, -1, -1):
-        push_head(links, lowest, new.slots[i])
+    if evict_coldest(cache, path, links, lowest, links.shape[0] - 1, new):
+        push_all(links, lowest, new.slots, new.count)
 
 
 @LFU.compiled

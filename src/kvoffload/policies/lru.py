@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from kvoffload.core.policy import CompiledPolicy
 from kvoffload.core.request import Path, Used
-from kvoffload.core.state import Cache, Entering, coldest_evictable
+from kvoffload.core.state import Cache, Entering, evict_coldest
 from kvoffload.structures.index import Index
-from kvoffload.structures.lists import PREV, Lists, move_to_head, push_all, unlink, unlink_all
+from kvoffload.structures.lists import Lists, move_to_head, push_all, unlink_all
 from kvoffload.structures.structs import Struct
 
 
@@ -56,15 +56,8 @@ def access(own: State, used: Used) -> None:
 @LRU.compiled
 def replace(own: State, new: Entering, cache: Cache, path: Path) -> None:
     links, sentinel = own.order.links, own.order.num_positions
-    candidate = links[sentinel, PREV]
-    for i in range(new.num_given, new.count):
-        candidate = coldest_evictable(cache, path, links, candidate, sentinel)
-        if candidate == sentinel:
-            return
-        new.slots[i] = candidate
-        candidate = links[candidate, PREV]
-        unlink(links, new.slots[i])
-    push_all(links, sentinel, new.slots, new.count)
+    if evict_coldest(cache, path, links, sentinel, sentinel, new):
+        push_all(links, sentinel, new.slots, new.count)
 
 
 @LRU.compiled

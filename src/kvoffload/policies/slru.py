@@ -13,9 +13,9 @@ import msgspec
 
 from kvoffload.core.policy import CompiledPolicy
 from kvoffload.core.request import Path, Used
-from kvoffload.core.state import Cache, Entering, coldest_evictable
+from kvoffload.core.state import Cache, Entering, evict_coldest
 from kvoffload.structures.index import Index
-from kvoffload.structures.lists import LIST, PREV, Lists, move_to_head, push_head, unlink, unlink_all
+from kvoffload.structures.lists import LIST, PREV, Lists, move_to_head, push_all, unlink_all
 from kvoffload.structures.structs import Struct
 
 PROBATION, PROVEN = 0, 1
@@ -99,20 +99,8 @@ def access(own: State, used: Used) -> None:
 @SLRU.compiled
 def replace(own: State, new: Entering, cache: Cache, path: Path) -> None:
     links, c = own.segments.links, own.segments.num_positions
-    segment = c + PROBATION
-    candidate = links[segment, PREV]
-    for i in range(new.num_given, new.count):
-        candidate = coldest_evictable(cache, path, links, candidate, segment)
-        if candidate == c + PROBATION:
-            segment = c + PROVEN
-            candidate = coldest_evictable(cache, path, links, links[segment, PREV], segment)
-        if candidate == c + PROVEN:
-            return
-        new.slots[i] = candidate
-        candidate = links[candidate, PREV]
-        unlink(links, new.slots[i])
-    for i in range(new.count - 1, -1, -1):
-        push_head(links, c + PROBATION, new.slots[i])
+    if evict_coldest(cache, path, links, c + PROBATION, c + PROVEN, new):
+        push_all(links, c + PROBATION, new.slots, new.count)
 
 
 @SLRU.compiled

@@ -389,13 +389,8 @@ def _set_worth(lifetimes: Lifetimes) -> None:
 
     A class with a label but no evidence shares the row of its class without a label.
     """
-    exposed, worth, rows, num_labels = (
-        lifetimes.exposed,
-        lifetimes.worth,
-        lifetimes.rows,
-        lifetimes.num_labels,
-    )
-    computed = 0
+    exposed, worth, rows = lifetimes.exposed, lifetimes.worth, lifetimes.rows
+    num_labels, computed = lifetimes.num_labels, 0
     for block_class in range(worth.shape[0]):
         label = block_class % num_labels
         if label > 0 and not exposed[block_class, 0] > 0.0:

@@ -453,14 +453,8 @@ def _lowest(own: State) -> int:
 
     Among equal worths, the candidate with the earliest last use is chosen.
     """
-    scores, cursors, last, lowest, score, time = (
-        own.scores,
-        own.cursors,
-        own.last,
-        ABSENT,
-        np.inf,
-        np.int64(0),
-    )
+    scores, cursors, last = own.scores, own.cursors, own.last
+    lowest, score, time = ABSENT, np.inf, np.int64(0)
     for i in range(own.num_active):
         each = own.active[i]
         if scores[each] > score or cursors[each] >= last.shape[0]:
