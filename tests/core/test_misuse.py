@@ -48,6 +48,40 @@ def test_invariant_11_completing_twice_names_the_key(manager: OffloadingManager)
     refused(manager, lambda: manager.complete_load(loaded, [0]), "complete_load of a plan .* key 62")
 
 
+def test_invariant_11_a_completed_plan_is_not_split(manager: OffloadingManager) -> None:
+    stored = store(manager, "ab")
+    refused(manager, lambda: stored.split(), "split of a plan that is completed: .* key 61")
+    loaded = load(manager, "ba")
+    parts = loaded.split()
+    refused(manager, lambda: loaded.split(), "split of a plan that is completed: .* key 62")
+    for part in parts:
+        manager.complete_load(part)
+    audit(manager)
+
+
+def test_a_load_has_the_keys_that_were_pinned_even_if_the_callers_list_grows(
+    manager: OffloadingManager,
+) -> None:
+    store(manager, "ab")
+    path = keys("a")
+    plan = manager.prepare_load(path)
+    path += keys("b")
+    assert (list(plan.keys), len(plan.slots)) == (keys("a"), 1)
+    manager.complete_load(plan)
+
+
+def test_numbers_of_blocks_below_zero_are_refused(manager: OffloadingManager) -> None:
+    store(manager, "abcd")
+    ctx = manager.begin_request("asks", keys("ab"))
+    manager.begin_resize(2)
+    for call in (manager.advance_resize, manager.advance_policy_change):
+        with pytest.raises(ConfigError, match="num_blocks: -1 is invalid; allowed: 0 to"):
+            call(-1)
+    with pytest.raises(ConfigError, match="start: -1 is invalid; allowed: 0 to"):
+        manager.count_misses(ctx, -1)
+    audit(manager)
+
+
 def test_invariant_11_loading_an_unready_block_names_the_key_and_pins_nothing(
     manager: OffloadingManager,
 ) -> None:

@@ -72,6 +72,15 @@ def test_parts_behind_a_refused_block_are_refused() -> None:
     assert manager.stats().evicted == 0
 
 
+def test_parts_behind_a_refused_block_are_refused_on_a_path_that_grows() -> None:
+    manager = manager_of()
+    request = manager.begin_request("its later keys are not known yet")
+    path = [bytes([3, 0, 0, number]) for number in range(40)]
+    for start in range(0, 40, 4):
+        assert planned(manager.prepare_store(path[start : start + 4], request)).num_refused == 4
+    assert manager.contains(OLD).all()
+
+
 def test_an_offer_that_contains_the_refused_block_is_decided_anew() -> None:
     manager = manager_of()
     request = manager.begin_request("parts", NEW)

@@ -425,6 +425,21 @@ def test_counters_do_not_jump_when_quotas_change() -> None:
     assert manager.stats().tenants["a"].evicted == before["a"].evicted
 
 
+def test_the_end_of_a_request_does_not_change_its_tenant() -> None:
+    manager = make("lru", 4)
+    before = manager.begin_request("before the quotas", hints=Hints(tenant="a"))
+    manager.set_tenants({"a": Quota(), "b": Quota()})
+    store(manager, "x")
+    moved = manager.begin_request("moved", hints=Hints(tenant="a"))
+    manager.set_tenant(moved, "b")
+    loads = [manager.prepare_load(keys("x"), ctx) for ctx in (before, moved)]
+    for load in loads:
+        manager.finish_request(load.request, hints=Hints("stop"))
+        manager.complete_load(load)
+    loaded = {name: tenant.loaded for name, tenant in manager.stats().tenants.items()}
+    assert loaded == {"a": 0, "b": 1, "other": 1}
+
+
 @pytest.mark.parametrize("policy", ["lru", "fifo"])
 def test_a_search_begins_behind_protected_blocks(policy: str) -> None:
     manager = skipping(policy)

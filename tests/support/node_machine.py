@@ -10,7 +10,7 @@ from hypothesis.stateful import Bundle, initialize, rule
 from kvoffload.core.hints import NO_HINTS, Hints
 from kvoffload.core.plans import LoadPlan
 from kvoffload.core.request import RequestContext
-from kvoffload.testing.scripts import known_of_requests
+from kvoffload.testing.scripts import any_hints
 from kvoffload.testing.state_machine import ManagerMachine, Request, batches
 from support.node_members import Members
 
@@ -27,7 +27,7 @@ class MembersMachine(ManagerMachine):
         self.all_requests: list[Request] = []
         self.full: set[object] = set()
 
-    @rule(target=requests, numbers=batches, hints=known_of_requests)
+    @rule(target=requests, numbers=batches, hints=any_hints)
     def begin(self, numbers: list[int], hints: Hints = NO_HINTS) -> Request:
         request: Any = super().begin(numbers, hints)
         self.all_requests.append(request)

@@ -165,7 +165,7 @@ class RecordedManager(OffloadingManager):
         could not reproduce the change.
         """
         text = text_of(POLICIES, change.spec)
-        if not (change.is_gradual and is_ours(change.new)) and self._log.is_open:
+        if not (change.handover is not None and is_ours(change.new)) and self._log.is_open:
             why = "while calls are recorded, change only to a policy of kvoffload"
             raise ConfigError("policy", text, why)
         super().begin_policy_change(change)

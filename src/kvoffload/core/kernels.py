@@ -55,6 +55,7 @@ from kvoffload.core.state import (
 from kvoffload.core.tenants import (
     MAX_TENANTS,
     UNSURE,
+    Tenants,
     adopt,
     evicts_only_own,
     forget_places,
@@ -422,6 +423,15 @@ def _use(cache: Cache, path: Path, position: int, whole_path: bool) -> None:
 
 
 @inline
+def _find_blocks(cache: Cache, path: Path, start: int) -> None:
+    """Write the slots of the path's blocks from position `start` on to ``path.found``, for a policy."""
+    for position in range(start, path.length):
+        path.found[position] = _slot_of(cache, path, position)
+        if path.found[position] != ABSENT:
+            note_move(cache, path.found[position])
+
+
+@inline
 def _observe(cache: Cache, path: Path) -> None:
     """Report the new blocks of the path to a compiled policy that observes all traffic."""
     if cache.observe == 0 or path.observed == path.length:
@@ -429,10 +439,7 @@ def _observe(cache: Cache, path: Path) -> None:
     if path.is_quiet != 0:
         path.observed = path.length
         return
-    for position in range(path.observed, path.length):
-        path.found[position] = _slot_of(cache, path, position)
-        if path.found[position] != ABSENT:
-            note_move(cache, path.found[position])
+    _find_blocks(cache, path, path.observed)
     call_2(cache.observe, cache.policy, path)
     path.observed = path.length
 
@@ -513,10 +520,7 @@ def _finish(cache: Cache, path: Path, is_touched: bool) -> int:
     _observe(cache, path)
     num_unreported = _report_uses(cache, path)
     if cache.finished != 0 and num_unreported == 0:
-        for position in range(path.length):
-            path.found[position] = _slot_of(cache, path, position)
-            if path.found[position] != ABSENT:
-                note_move(cache, path.found[position])
+        _find_blocks(cache, path, 0)
         call_2(cache.finished, cache.policy, path)
     return num_unreported
 
@@ -699,12 +703,12 @@ def _give(cache: Cache, path: Path, new: Entering) -> None:
 
 
 @inline
-def _first_wrong_victim(cache: Cache, path: Path, new: Entering) -> int:
-    """Return the row of the first invalid victim, or -1. Policies may have bugs, so every victim is checked.
+def _check_victims(cache: Cache, path: Path, new: Entering) -> int:
+    """Return 0, or ``FIRST_WRONG - row`` for the first invalid victim. Ends the limits of ``cache.spares``.
 
     Invalid victims: slots that are protected, also by a quota; slots that are named twice; duplicates.
     """
-    ref_cnt, wrong, checked = cache.slots.ref_cnt, -1, new.count
+    ref_cnt, error, checked = cache.slots.ref_cnt, 0, new.count
     for i in range(new.num_free, new.count):
         slot = new.slots[i]
         may_leave = 0 <= slot < ref_cnt.shape[0] and (
@@ -713,13 +717,13 @@ def _first_wrong_victim(cache: Cache, path: Path, new: Entering) -> int:
             else evictable(cache, path, slot)
         )
         if not may_leave or (i >= new.num_given and is_duplicate(cache, slot)):
-            wrong = i
-            checked = i
+            error, checked = FIRST_WRONG - i, i
             break
         ref_cnt[slot] = _CLAIMED
     for i in range(new.num_free, checked):
         ref_cnt[new.slots[i]] = 0
-    return wrong
+    cache.spares = 0
+    return error
 
 
 @inline
@@ -764,16 +768,21 @@ def _leave_out_refused(path: Path, new: Entering) -> None:
 
 
 @inline
+def _count_eviction(tenants: Tenants, slot: int) -> None:
+    owner = tenants.owner[slot]
+    tenants.held[owner] -= 1
+    tenants.evictable[owner] -= 1
+    tenants.evicted[owner] += 1
+
+
+@inline
 def _change_owners(cache: Cache, path: Path, new: Entering) -> None:
     """Make the request's tenant the owner of a plan's slots; subtract victims from their owners' counts."""
     tenants, tenant = cache.tenants, tenant_of(cache, path)
     for i in range(new.count):
         slot = new.slots[i]
         if i >= new.num_free:
-            owner = tenants.owner[slot]
-            tenants.held[owner] -= 1
-            tenants.evictable[owner] -= 1
-            tenants.evicted[owner] += 1
+            _count_eviction(tenants, slot)
         tenants.owner[slot] = tenant
         tenants.moves[slot] += np.uint32(1)
     tenants.held[tenant] += new.count
@@ -881,10 +890,9 @@ def _store(cache: Cache, path: Path, new: Entering, kept: Entering) -> int:
         call_4(cache.replace, cache.policy, new, cache, path)
     if new.count > 0 and not new.admitted and not _has_hole(new):
         _leave_out_refused(path, new)
-    wrong = _first_wrong_victim(cache, path, new)
-    cache.spares = 0
-    if wrong >= 0:
-        return FIRST_WRONG - wrong
+    error = _check_victims(cache, path, new)
+    if error < 0:
+        return error
     _insert_blocks(cache, path, new)
     if cache.follows_device:
         _return(cache, path, new, kept)
@@ -967,10 +975,9 @@ def _shrink(cache: Cache, path: Path, new: Entering) -> int:
 
     Returns the number of evicted blocks, or ``FIRST_WRONG - row``.
     """
-    wrong = _first_wrong_victim(cache, path, new)
-    cache.spares = 0
-    if wrong >= 0:
-        return FIRST_WRONG - wrong
+    error = _check_victims(cache, path, new)
+    if error < 0:
+        return error
     _evict_blocks(cache, new)
     used = path.used
     used.count = new.count
@@ -978,12 +985,8 @@ def _shrink(cache: Cache, path: Path, new: Entering) -> int:
         slot = new.slots[i]
         used.slots[i] = slot
         if cache.has_tenants:
-            tenants = cache.tenants
-            owner = tenants.owner[slot]
-            tenants.held[owner] -= 1
-            tenants.evictable[owner] -= 1
-            tenants.evicted[owner] += 1
-            tenants.moves[slot] += np.uint32(1)
+            _count_eviction(cache.tenants, slot)
+            cache.tenants.moves[slot] += np.uint32(1)
         retire_slot(cache.slots, slot)
     cache.slots.num_evictable -= new.count
     cache.evicted += new.count

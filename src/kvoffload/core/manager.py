@@ -34,11 +34,13 @@ from kvoffload.core.plans import (
     OffloadingEvent,
     PrefixLookup,
     StorePlan,
+    complete,
+    misuse,
 )
 from kvoffload.core.policy import DEFAULT_POLICY, POLICIES, EvictionPolicy
 from kvoffload.core.request import AGAIN, RequestContext, batch_of, room_for
 from kvoffload.core.returning import known_keys
-from kvoffload.core.slots import SlotArray, Slots
+from kvoffload.core.slots import SlotArray, Slots, readmit, retire
 from kvoffload.core.state import Cache, Entering, blank_load, blank_store
 from kvoffload.core.tenants import OTHER, Quota, TenantNumbers, Tenants, check_quotas
 from kvoffload.core.unseen import MOST_UNSEEN, unseen_keys
@@ -181,7 +183,8 @@ class OffloadingManager:
         if keys:
             ctx.add(keys)
         if hints is not NO_HINTS:
-            self._set_hints(ctx, hints)
+            ctx.set_hints(hints, self._labels.number(hints))
+            self.set_tenant(ctx, hints.tenant)
         return ctx
 
     def expect(self, ctx: RequestContext) -> None:
@@ -222,7 +225,8 @@ class OffloadingManager:
         if ctx.finished or ctx.owner is not self or ctx.unpacked_keys:
             ctx = self._context(ctx)
         if hints is not NO_HINTS:
-            self._set_hints(ctx, ctx.hints.updated(hints))
+            hints = ctx.hints.updated(hints)
+            ctx.set_hints(hints, self._labels.number(hints))
         if path:
             self._use(path, ctx, whole_path=True)
         num_unreported = kernels.finish(self._cache, ctx.memory, bool(path))
@@ -266,8 +270,7 @@ class OffloadingManager:
 
         Does not affect the eviction order.
         """
-        ctx = self._context(ctx)
-        is_present: npt.NDArray[np.bool_] = self._resolve(ctx, ctx.extend(keys)) != ABSENT
+        is_present: npt.NDArray[np.bool_] = self._slots(keys, ctx) != ABSENT
         return is_present
 
     def slots_of(self, keys: Sequence[bytes]) -> SlotArray:
@@ -275,8 +278,7 @@ class OffloadingManager:
 
         Does not affect the eviction order. For tiers whose bytes are not in RAM.
         """
-        ctx = self._context(None)
-        return self._resolve(ctx, ctx.extend(keys))
+        return self._slots(keys, None)
 
     def ready_slots_of(self, keys: Sequence[bytes]) -> SlotArray:
         """Return the slot of each ready block; -1 for a block that is absent or in flight."""
@@ -318,8 +320,8 @@ class OffloadingManager:
         Cost: two CPU cache misses for each absent block. In a long run of blocks with one reason, only every
         eighth block is looked up.
         """
-        if ctx.owner is not self or ctx.finished or ctx.unpacked_keys:
-            ctx = self._context(ctx)
+        ctx = self._context(ctx)
+        start = check_integer("start", start, MAX_POSITIONS, 0)
         count, first = (ctx.length - start, start) if keys is None else (len(ctx.extend(keys)), -1)
         return kernels.count_misses(self._cache, ctx.memory, first, count, self.miss_counts)
 
@@ -608,17 +610,18 @@ class OffloadingManager:
         parameters. If one of the two policies is in Python, this call adds all blocks and completes the
         change. A `reset` does not stop the change.
 
-        Cost: O(1). O(blocks) if a policy is in Python, or has neither `ordered_lists` nor `ordered_heap`.
+        Cost: O(1); O(blocks) if a policy is in Python. The first `advance_policy_change` costs O(blocks) if
+        the old policy has neither `ordered_lists` nor `ordered_heap`.
 
         Raises: `MisuseError` during another change, and for a change that was prepared for another policy.
         """
         if self._change is not None or change.old is not self.policy:
             raise MisuseError(f"policy {change.new.name}: the policy is changing, or has changed since")
         change.new.resized(self.usable_blocks)
-        if change.is_gradual:
-            change.begin()
+        if change.handover is not None:
+            change.bind()
             self._change = change
-            self._decide_by(change.policy)
+            self._decide_by(change.handover)
             return
         ordered = self.slots.filled()
         if self._follows_device:
@@ -636,7 +639,7 @@ class OffloadingManager:
                 call adds more blocks than requests have used since the last call, so that the change always
                 ends. Cost: 1 us for each block.
         """
-        change = self._change
+        change, num_blocks = self._change, check_integer("num_blocks", num_blocks, MAX_POSITIONS, 0)
         if change is not None and change.advance(self._state, num_blocks):
             self._complete_policy_change(change)
         return self._change is not None
@@ -681,12 +684,12 @@ class OffloadingManager:
 
         Raises: `PolicyError`, as `prepare_store`.
         """
-        before = self.usable_blocks
+        before, num_blocks = self.usable_blocks, check_integer("num_blocks", num_blocks, MAX_POSITIONS, 0)
         excess, most_free = before - self._wanted_blocks, 32 * num_blocks
         if excess < 0:
-            self.slots.readmit(min(-excess, most_free))
+            readmit(self.slots.memory, min(-excess, most_free))
         elif excess > 0:
-            excess -= self.slots.retire(min(excess, most_free))
+            excess -= retire(self.slots.memory, min(excess, most_free))
             if excess and not self.slots.num_free:
                 self._shrink(min(excess, num_blocks, MOST_UNSEEN))
         usable, change = self.usable_blocks, self._change
@@ -696,13 +699,9 @@ class OffloadingManager:
         return usable != self._wanted_blocks
 
     def _shrink(self, num_blocks: int) -> None:
-        keys = unseen_keys(self.key_bytes)[:num_blocks]
-        ctx, memory = (
-            RequestContext("", self.key_bytes, self, room_for(num_blocks)),
-            blank_store(num_blocks, self.key_bytes),
-        )
-        cache, mode = self._cache, self.store_mode
-        step = kernels.SHRINK
+        keys, memory = unseen_keys(self.key_bytes)[:num_blocks], blank_store(num_blocks, self.key_bytes)
+        ctx = RequestContext("", self.key_bytes, self, room_for(num_blocks))
+        cache, mode, step = self._cache, self.store_mode, kernels.SHRINK
         evicted = kernels.prepare_store(cache, ctx.memory, keys.words, memory, memory, step, kernels.BY_ALL)
         if evicted > 0 and not self._state.replace:
             kernels.give(cache, ctx.memory, memory)
@@ -750,11 +749,6 @@ class OffloadingManager:
             self._flush(ctx)
         return ctx
 
-    def _set_hints(self, ctx: RequestContext, hints: Hints) -> None:
-        ctx.set_hints(hints, self._labels.number(hints))
-        if self._state.has_tenants:
-            ctx.set_tenant(self._tenants.number(hints.tenant))
-
     def _flush(self, ctx: RequestContext) -> None:
         ctx.flush()
         kernels.log_call(self._cache, ctx.memory, Call.EXTEND, 0, 0)
@@ -797,11 +791,9 @@ class OffloadingManager:
         """
         if not isinstance(plan, kind):
             raise MisuseError(f"{call} of a {type(plan).__name__}: it takes a {kind.__name__}")
-        if plan.completed or plan.request.owner is not self:
-            key = plan.keys[0].hex() if len(plan.keys) else "none"
-            reason = "is completed" if plan.completed else "belongs to another manager"
-            raise MisuseError(f"{call} of a plan that {reason}: request {plan.request_id!r}, key {key}")
-        plan.completed = True
+        if plan.request.owner is not self:
+            raise misuse(plan, call, "belongs to another manager")
+        complete(plan, call)
         return plan.epoch >= self._void_before
 
     def _use(self, keys: Sequence[bytes], ctx: RequestContext, *, whole_path: bool = False) -> None:
@@ -817,9 +809,9 @@ class OffloadingManager:
         if num_used:
             self.store_mode.used(*ctx.used(num_used))
 
-    def _resolve(self, ctx: RequestContext, positions: SlotArray) -> SlotArray:
-        """Return the slot of the block at each of these path positions; ABSENT for an absent block."""
-        slots = np.empty(len(positions), np.int32)
+    def _slots(self, keys: Sequence[bytes], ctx: RequestContext | None) -> SlotArray:
+        ctx = self._context(ctx)
+        positions, slots = ctx.extend(keys), np.empty(len(keys), np.int32)
         kernels.resolve(self._cache, ctx.memory, positions, slots)
         return slots
 

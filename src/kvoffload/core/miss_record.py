@@ -20,21 +20,9 @@ NOT_OFFERED, TIER_GAVE_UP, NEVER_SEEN, UNKNOWN, BEHIND_A_GAP, IN_FLIGHT, BUSY = 
 """Codes of the states of a block. `EVICTED` to `TIER_GAVE_UP` are the events that a record holds."""
 
 REASON_OF = (
-    "",
-    reasons.EVICTED,
-    reasons.NOT_ADMITTED,
-    reasons.REFUSED,
-    reasons.NO_ROOM,
-    reasons.DAMAGED,
-    reasons.FAILED_STORE,
-    reasons.RESET,
-    reasons.NOT_OFFERED,
-    reasons.TIER_GAVE_UP,
-    reasons.NEVER_SEEN,
-    reasons.UNKNOWN,
-    reasons.BEHIND_A_GAP,
-    reasons.IN_FLIGHT,
-    reasons.BUSY,
+    *("", reasons.EVICTED, reasons.NOT_ADMITTED, reasons.REFUSED, reasons.NO_ROOM, reasons.DAMAGED),
+    *(reasons.FAILED_STORE, reasons.RESET, reasons.NOT_OFFERED, reasons.TIER_GAVE_UP, reasons.NEVER_SEEN),
+    *(reasons.UNKNOWN, reasons.BEHIND_A_GAP, reasons.IN_FLIGHT, reasons.BUSY),
 )
 """The reason of each code; empty for `READY`."""
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +15,11 @@ from kvoffload.core.request import RequestContext
 from kvoffload.core.slots import SlotArray, Slots
 from kvoffload.core.state import Cache, Entering, Pinned, blank_load, blank_store
 from kvoffload.core.tenants import TenantStats
+from kvoffload.errors import MisuseError
 from kvoffload.structures.keys import Keys
 
-Parts: TypeAlias = "Iterable[npt.NDArray[np.integer]] | None"
-"""Parts of a plan: the rows of each part. None if each row is a part."""
+P = TypeVar("P", bound="_Plan")
+Rows: TypeAlias = npt.NDArray[np.integer]
 
 StoreName: TypeAlias = Literal["on-compute", "on-device-eviction"]
 ON_COMPUTE: Final = "on-compute"
@@ -54,7 +56,7 @@ ALL_READY, THEN_MISS = (
 """Prebuilt results of `lookup` for up to 64 blocks, because building a result costs as much as the lookup."""
 
 
-class _Plan:
+class _Plan(ABC):
     __slots__ = ("completed", "epoch", "memory", "request")
 
     def __init__(self, request: RequestContext, memory: Any, epoch: int) -> None:
@@ -67,12 +69,42 @@ class _Plan:
         return self.request.request_id
 
     @property
-    def owner(self) -> object:
-        return self.request.owner
+    @abstractmethod
+    def keys(self) -> Keys: ...
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def _part(self: P, rows: Rows) -> P: ...
+
+    def split(self: P, parts: Iterable[Rows] | None = None) -> list[P]:
+        """Replace this plan by one plan for each part of its rows. By default each block is a part.
+
+        Raises: `MisuseError` for a plan that was completed or split.
+        """
+        complete(self, "split")
+        each: Iterable[Rows] = np.arange(len(self))[:, np.newaxis]
+        return [self._part(rows) for rows in (each if parts is None else parts)]
+
+
+def complete(plan: _Plan, call: str) -> None:
+    """Mark a plan as completed. Raises `MisuseError`, which names `call`, if it is completed already."""
+    if plan.completed:
+        raise misuse(plan, call, "is completed")
+    plan.completed = True
+
+
+def misuse(plan: _Plan, call: str, reason: str) -> MisuseError:
+    """Create the error of a call that a plan does not permit."""
+    key = plan.keys[0].hex() if len(plan) else "none"
+    return MisuseError(f"{call} of a plan that {reason}: request {plan.request_id!r}, key {key}")
 
 
 class LoadPlan(_Plan):
     """Pinned blocks to load: ``slots[i]`` holds the block ``keys[i]`` until `complete_load`.
+
+    The plan refers to the caller's keys. Keys may be appended to their list, but not changed.
 
     Attributes:
         request: the request of the load.
@@ -91,26 +123,23 @@ class LoadPlan(_Plan):
 
     @property
     def keys(self) -> Keys:
-        offered = self._offered
-        return offered if isinstance(offered, Keys) else Keys.pack(offered, self.request.key_bytes)
+        if not isinstance(self._offered, Keys):
+            return Keys.pack(self._offered[: len(self)], self.request.key_bytes)
+        return self._offered
 
     @property
     def slots(self) -> SlotArray:
         """Slot of each key: shape ``(len(keys),)``, int32 (a view)."""
         return Pinned.array(self.memory, "slots", len(self))
 
-    def split(self, parts: Parts = None) -> list[LoadPlan]:
-        """Replace this plan by one plan for each part of its rows. By default each block is a part."""
-        self.completed = True
-        keys, slots = self.keys, self.slots
-        return [self._part(keys.take(rows), slots[rows]) for rows in _parts(parts, len(slots))]
-
-    def _part(self, keys: Keys, slots: SlotArray) -> LoadPlan:
+    def _part(self, rows: Rows) -> LoadPlan:
+        offered = self._offered = self.keys  # packed once for all parts
+        slots = self.slots[rows]
         memory = blank_load(len(slots))
         pinned = Pinned.over(memory)
         pinned.slots[: len(slots)], pinned.count = slots, len(slots)
         pinned.number = -abs(Pinned.over(self.memory).number)
-        return LoadPlan(self.request, keys, memory, self.epoch)
+        return LoadPlan(self.request, offered.take(rows), memory, self.epoch)
 
 
 class StorePlan(_Plan):
@@ -178,12 +207,7 @@ class StorePlan(_Plan):
         """Number of offered keys that the admission rule or the policy refused."""
         return _number(self.memory, _NUM_REFUSED)
 
-    def split(self, parts: Parts = None) -> list[StorePlan]:
-        """Replace this plan by one plan for each part of its rows. By default each block is a part."""
-        self.completed = True
-        return [self._part(rows) for rows in _parts(parts, self.num_stored)]
-
-    def _part(self, rows: npt.NDArray[np.integer]) -> StorePlan:
+    def _part(self, rows: Rows) -> StorePlan:
         memory = blank_store(len(rows), self.request.key_bytes)
         new, count = Entering.over(memory), len(self.rows[rows])
         for name in ("keys", "slots", "rows"):
@@ -203,10 +227,6 @@ def _number(memory: bytearray, at: int) -> int:
     return int.from_bytes(memory[at : at + 8], "little")
 
 
-def _parts(parts: Parts, count: int) -> Iterable[npt.NDArray[np.integer]]:
-    return np.arange(count)[:, np.newaxis] if parts is None else parts
-
-
 @dataclass(frozen=True)
 class OffloadingEvent:
     """Blocks that became readable in a medium (`removed` False) or left the medium (`removed` True).
@@ -222,7 +242,7 @@ class OffloadingEvent:
     is_reset: bool = False
 
 
-_COUNTERS = ("stored", "store_failed", "loaded", "evicted", "refused", "dropped", "kept", "discarded")
+COUNTERS = ("stored", "store_failed", "loaded", "evicted", "refused", "dropped", "kept", "discarded")
 """Fields of both `Cache` and `ManagerStats`."""
 
 
@@ -270,6 +290,6 @@ class ManagerStats:
         stats = cls(slots.capacity - slots.num_unused, slots.num_free, slots.num_writing, slots.num_ready)
         stats.evictable, stats.condemned = slots.num_evictable, slots.num_condemned
         stats.duplicates, stats.expected = cache.duplicates.size(0), cache.expected.keys.lists.size(0)
-        for name in _COUNTERS:
+        for name in COUNTERS:
             setattr(stats, name, getattr(cache, name))
         return stats

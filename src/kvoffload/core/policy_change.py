@@ -7,6 +7,8 @@ policy decides until the new policy has every block.
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import numpy as np
 
 from kvoffload.core.policy import CompiledPolicy, EvictionPolicy
@@ -16,7 +18,6 @@ from kvoffload.core.resident_order import (
     NEW,
     Reader,
     Taken,
-    has_steps,
     is_left,
     is_ordered,
     readers_of,
@@ -244,8 +245,8 @@ class PolicyChange:
     Attributes:
         spec: the new policy, as the caller specified it.
         old, new: the policies.
-        policy: the manager's policy during the change. A `Handover` if both policies are compiled; otherwise
-            `old`, and the change completes in one step.
+        handover: the manager's policy during the change. None unless both policies are compiled: the change
+            then completes when it begins.
         known: the keys that a victim tier remembers for the new policy.
     """
 
@@ -258,37 +259,17 @@ class PolicyChange:
     ) -> None:
         self.spec, self.old, self.new = spec, old, new
         self.follows_device = follows_device
-        self.policy = old
-        if _has_only_kernels(old) and _has_only_kernels(new):
-            assert isinstance(old, CompiledPolicy)
-            assert isinstance(new, CompiledPolicy)
-            self.policy = Handover(old, new)
+        self.handover = Handover(old, new) if _has_only_kernels(old) and _has_only_kernels(new) else None
         self.known: KeyLists = known_keys(new.index, follows_device and new.needs_returns())
-        self._readers: list[Reader] = []
-        if self.is_gradual and has_steps(old):
-            self._readers = readers_of(old)
+        self._readers: list[Reader] = readers_of(old) if self.handover is not None else []
         self._num_calls = 0
         self._path = RequestContext("", new.index.key_bytes).memory
         compile_all()
 
-    @property
-    def is_gradual(self) -> bool:
-        """True if both policies are compiled. Otherwise the change completes when it begins."""
-        return isinstance(self.policy, Handover)
-
     def bind(self) -> None:
-        """Update the addresses that kernels call, after a policy's state has moved.
-
-        For a change between compiled policies (`Handover.bind`). Otherwise nothing is to be done.
-        """
-        if isinstance(self.policy, Handover):
-            self.policy.bind()
-
-    def begin(self) -> None:
-        """Begin a gradual change. Cost: O(1) if the old policy has lists or a heap, otherwise O(blocks)."""
-        self.bind()
-        if not self._readers:
-            self._readers = readers_of(self.old)
+        """Update the addresses that kernels call (`Handover.bind`), if both policies are compiled."""
+        if self.handover is not None:
+            self.handover.bind()
 
     def adopt_all(self, cache: Cache, ordered: SlotArray) -> None:
         """Add all blocks to the new policy. For a change with a policy in Python.
@@ -303,14 +284,15 @@ class PolicyChange:
 
         Returns True if the new policy has all blocks.
         """
-        assert isinstance(self.policy, Handover)
-        num_blocks = self._advance_readers(self.policy.state.taken, cache, num_blocks)
-        recent = self.policy.state.taken.recent
+        assert self.handover is not None
+        state = self.handover.state
+        num_blocks = self._advance_readers(state.taken, cache, num_blocks)
+        recent = state.taken.recent
         # Two groups for each call since the last `advance`, so that the change ends under any traffic.
-        num_calls, self._num_calls = self._num_calls, self.policy.state.num_calls
+        num_calls, self._num_calls = self._num_calls, state.num_calls
         num_groups = 0 if self._readers else 2 * (self._num_calls - num_calls)
         while not self._readers and recent.size(0) and (num_blocks > 0 or num_groups > 0):
-            num_blocks -= self._give_recent(cache)
+            num_blocks -= self._give_recent(state, cache)
             num_groups -= 1
         return not self._readers and not recent.size(0)
 
@@ -333,18 +315,16 @@ class PolicyChange:
         """Add blocks to the new policy one by one, coldest first. Single calls preserve the order."""
         new = Entering.over(blank_store(1, self.new.index.key_bytes))
         new.one_prefix, new.admitted = not self.follows_device, True
-        if isinstance(self.policy, Handover):
-            _adopt(self.policy.state.memory, slots, new.memory, cache.memory, self._path)
+        if self.handover is not None:
+            _adopt(self.handover.state.memory, slots, new.memory, cache.memory, self._path)
             return
         for slot in slots.tolist():
             new.keys[0], new.slots[0] = self.new.index.keys[slot], slot
             new.count = new.num_given = new.num_free = 1
             self.new.replace_in(new, cache.memory, self._path)
 
-    def _give_recent(self, cache: Cache) -> int:
+    def _give_recent(self, state: State, cache: Cache) -> int:
         """Add the coldest recent blocks of one call to the new policy; return the cost, in blocks."""
-        assert isinstance(self.policy, Handover)
-        state = self.policy.state
         slots, reused = np.empty(_CHUNK, np.int32), np.empty(_CHUNK, np.bool_)
         count = _take_coldest(state.memory, slots, reused)
         slots, reused = slots[_CHUNK - count :], reused[_CHUNK - count :]
@@ -353,7 +333,7 @@ class PolicyChange:
         return max(count, _CALL_BLOCKS)
 
 
-def _has_only_kernels(policy: EvictionPolicy) -> bool:
+def _has_only_kernels(policy: EvictionPolicy) -> TypeGuard[CompiledPolicy]:
     methods = ("expect", "observe", "finished")
     return (
         isinstance(policy, CompiledPolicy)

@@ -13,7 +13,16 @@ from typing import Any
 
 from kvoffload.core.hints import NO_HINTS, Hints
 from kvoffload.structures.batches import WRONG_KEY, KeyBatch, is_key_at, key_at, num_keys, pack_key
-from kvoffload.structures.index import ABSENT, Index, bucket_of, fill_bucket, hash_row, position_in, remove
+from kvoffload.structures.index import (
+    ABSENT,
+    Index,
+    bucket_of,
+    copy_key,
+    fill_bucket,
+    hash_row,
+    position_in,
+    remove,
+)
 from kvoffload.structures.jit import BoolArray, I32Array, U64Matrix, inline, kernel
 from kvoffload.structures.keys import Keys, words_per_key, wrong_key
 from kvoffload.structures.structs import Struct
@@ -228,6 +237,10 @@ class RequestContext:
             raise error
         self.room = room_for(max(2 * self.room, self.length + len(keys)))
         larger: Any = bytearray(_blank_path(self.room, self.key_bytes))
+        words, larger_words = memoryview(self.memory).cast("q"), memoryview(larger).cast("q")
+        for field in Path.fields.values():
+            if field.is_number:
+                larger_words[field.at] = words[field.at]
         _enlarge(self.memory, larger)
         self.memory = larger
 
@@ -322,15 +335,10 @@ def _add_batch(path: Path, batch: KeyBatch) -> int:
 
 @kernel
 def _enlarge(path: Path, larger: Path) -> None:
+    """Copy the keys and records of a path to a larger, empty path."""
     keys = path.index.keys
     for position in range(path.length):
-        for word in range(keys.shape[1]):
-            larger.index.keys[position, word] = keys[position, word]
+        copy_key(larger.index.keys, position, keys, position)
         place_of(larger, position, position)
         for column in range(path.records.shape[1]):
             larger.records[position, column] = path.records[position, column]
-    larger.length, larger.observed = path.length, path.observed
-    larger.on_device, larger.was_asked, larger.label = path.on_device, path.was_asked, path.label
-    larger.num_expected, larger.foreseen = path.num_expected, path.foreseen
-    larger.number, larger.recorded, larger.tenant = path.number, path.recorded, path.tenant
-    larger.is_quiet = path.is_quiet

@@ -142,13 +142,16 @@ class HeapReader:
 
 
 class ListedReader:
-    """Returns the blocks of a list that `EvictionPolicy.order` returned."""
+    """Returns the blocks of `EvictionPolicy.order`, which is called once, by the first `take`."""
 
-    def __init__(self, order: list[int]) -> None:
-        self._coldest_last = order[::-1]
-        self.is_done = not order
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self._policy = policy
+        self._coldest_last: list[int] | None = None
+        self.is_done = False
 
     def take(self, taken: Taken, cache: Cache, most: int) -> SlotArray:
+        if self._coldest_last is None:
+            self._coldest_last = (self._policy.order() or [])[::-1]
         chunk = np.array(self._coldest_last[: -most - 1 : -1], np.int32)
         del self._coldest_last[-most:]
         self.is_done = not self._coldest_last
@@ -172,22 +175,14 @@ class SlotSweep:
         return slots[:count]
 
 
-def has_steps(policy: EvictionPolicy) -> bool:
-    """Return True if a policy's order can be read in steps."""
-    return policy.ordered_lists() is not None or policy.ordered_heap() is not None
-
-
 def readers_of(policy: EvictionPolicy) -> list[Reader]:
-    """Return readers of a policy's order, to be used one after another.
-
-    Cost: O(1) with lists, otherwise O(blocks).
-    """
-    sweep = SlotSweep(policy.capacity_blocks)
+    """Return readers of a policy's order, to be used one after another. Cost: O(capacity) with a heap."""
+    reader: Reader = ListedReader(policy)
     if policy.ordered_lists() is not None:
-        return [ListsReader(policy), sweep]
-    if policy.ordered_heap() is not None:
-        return [HeapReader(policy), sweep]
-    return [ListedReader(policy.order() or []), sweep]
+        reader = ListsReader(policy)
+    elif policy.ordered_heap() is not None:
+        reader = HeapReader(policy)
+    return [reader, SlotSweep(policy.capacity_blocks)]
 
 
 @inline

@@ -123,14 +123,6 @@ class Slots(Struct):
         _free(self.memory, idle)
         return len(idle)
 
-    def retire(self, most: int) -> int:
-        """Move up to `most` slots from free to unused; return their number."""
-        return _retire(self.memory, most)
-
-    def readmit(self, most: int) -> int:
-        """Move up to `most` slots from unused to free; return their number."""
-        return _readmit(self.memory, most)
-
     def unused(self) -> SlotArray:
         """Return the unused slots."""
         return self.stack[self.capacity - self.num_unused :]
@@ -169,7 +161,8 @@ def retire_slot(slots: Slots, slot: int) -> None:
 
 
 @kernel
-def _retire(slots: Slots, most: int) -> int:
+def retire(slots: Slots, most: int) -> int:
+    """Move up to `most` slots from free to unused; return their number."""
     count = min(most, slots.num_free)
     for _ in range(count):
         slots.num_free -= 1
@@ -178,7 +171,8 @@ def _retire(slots: Slots, most: int) -> int:
 
 
 @kernel
-def _readmit(slots: Slots, most: int) -> int:
+def readmit(slots: Slots, most: int) -> int:
+    """Move up to `most` slots from unused to free; return their number."""
     count = min(most, slots.num_unused)
     for _ in range(count):
         slot = slots.stack[slots.capacity - slots.num_unused]

@@ -50,6 +50,11 @@ class Field(NamedTuple):
     dtype: Any
     ndim: int
 
+    @property
+    def is_number(self) -> bool:
+        """True for a field of type ``int`` or ``float``."""
+        return not isinstance(self.type, (nb.Array, StructType))
+
 
 class StructType(nb.Type):
     """numba's type of a struct: a 64-bit address."""

@@ -29,7 +29,7 @@ from kvoffload.structures.index import ABSENT, Index
 from kvoffload.structures.jit import I32Matrix, kernel
 from kvoffload.structures.keylists import KeyLists
 from kvoffload.structures.lists import LIST, NEXT, PREV, UNLISTED, Lists
-from kvoffload.structures.structs import Struct, StructType
+from kvoffload.structures.structs import Struct
 
 
 def audit(manager: Any) -> None:
@@ -112,8 +112,8 @@ def _snapshot(thing: Any, ignore: frozenset[str], seen: dict[int, tuple[int, Any
 def _fields_of(cls: type[Struct], ignore: frozenset[str]) -> tuple[list[int], list[str]]:
     """Return the positions of a struct's numbers, and the names of its arrays and nested structs."""
     fields = {name: field for name, field in cls.fields.items() if name not in ignore}
-    parts = [name for name, field in fields.items() if field.ndim or isinstance(field.type, StructType)]
-    return [field.at for name, field in fields.items() if name not in parts], parts
+    parts = [name for name, field in fields.items() if not field.is_number]
+    return [field.at for field in fields.values() if field.is_number], parts
 
 
 def state_of(thing: Any) -> bytes | Any:

@@ -38,7 +38,7 @@ from kvoffload.structures.jit import BoolArray
 from kvoffload.testing.audit import audit, state_of
 from kvoffload.testing.call_limit import CallLimit
 from kvoffload.testing.first_steps import first_failure
-from kvoffload.testing.scripts import Step, key_of, known_of_requests, play, random_script, scripts
+from kvoffload.testing.scripts import Step, any_hints, key_of, play, random_script, scripts
 from kvoffload.testing.shrink_limit import check_examples, run_machine
 from kvoffload.testing.state_machine import ManagerMachine, manager_machine
 from kvoffload.traces.sessions import generate
@@ -174,7 +174,7 @@ class PolicyConformance:
             play(manager, script, hints=hints)
             audit(manager)
 
-        hints = st.lists(known_of_requests, min_size=1, max_size=20)
+        hints = st.lists(any_hints, min_size=1, max_size=20)
         capacities = st.sampled_from([1, 3, 8])
         check_examples(check, scripts(), hints, capacities, max_examples=self.max_examples)
 

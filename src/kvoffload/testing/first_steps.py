@@ -68,15 +68,15 @@ def first_failure(make: Callable[[int, str], OffloadingManager]) -> Failure | No
 def _play(
     make: Callable[[int, str], OffloadingManager], script: list[Step], capacity_blocks: int, store: str
 ) -> Failure | None:
-    for num_steps in range(1, len(script) + 1):
-        try:
-            if num_steps == 1:
-                manager = make(capacity_blocks, store)
-                player = Player(manager, (NO_HINTS,))
-            player.play(script[num_steps - 1])
-            audit(manager)
-        except Exception as error:
-            return Failure(script[:num_steps], error, capacity_blocks, store)
+    played: list[Step] = []
+    try:
+        player = Player(make(capacity_blocks, store), (NO_HINTS,))
+        for step in script:
+            played.append(step)
+            player.play(step)
+            audit(player.manager)
+    except Exception as error:
+        return Failure(played, error, capacity_blocks, store)
     return None
 
 

@@ -24,7 +24,7 @@ from kvoffload.structures.keys import Keys
 
 T = TypeVar("T")
 
-known_of_requests = st.builds(
+any_hints = st.builds(
     Hints,
     finish_reason=st.sampled_from(["", "stop", "tool_calls"]) | st.text(max_size=3),
     session_over=st.booleans(),

@@ -30,19 +30,27 @@ from hypothesis.stateful import (
 from kvoffload.core.admission import Admission
 from kvoffload.core.hints import NO_HINTS, Hints
 from kvoffload.core.manager import OffloadingManager
-from kvoffload.core.plans import ON_COMPUTE, LoadPlan, LookupResult, ManagerStats, PrefixLookup, StorePlan
+from kvoffload.core.plans import (
+    COUNTERS,
+    ON_COMPUTE,
+    LoadPlan,
+    LookupResult,
+    ManagerStats,
+    PrefixLookup,
+    StorePlan,
+)
 from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.request import RequestContext
 from kvoffload.errors import MisuseError
 from kvoffload.structures.keys import Keys
 from kvoffload.testing.audit import audit, duplicate_slots, snapshot
-from kvoffload.testing.scripts import colliding_keys, known_of_requests
+from kvoffload.testing.scripts import any_hints, colliding_keys
 
-NUM_KEYS = 16
+NUM_KEYS = 20
+"""More than the first room of a path (`core.request`), so that paths grow."""
 WRITING, READY = LookupResult.HIT_PENDING, LookupResult.HIT
 _SCRATCH = ("dropped", "givers", "usable_free", "is_owed", "on_path")
 """Fields that a refused store may change: a counter, and values that every store sets."""
-COUNTERS = ("stored", "store_failed", "loaded", "evicted", "refused", "dropped", "kept", "discarded")
 
 runs = st.tuples(st.integers(0, NUM_KEYS - 1), st.integers(0, 8)).map(lambda r: [*range(r[0], sum(r))])
 batches = st.one_of(runs, st.lists(st.integers(0, NUM_KEYS - 1), max_size=8))
@@ -117,7 +125,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     # ---- requests
 
-    @rule(target=requests, numbers=batches, hints=known_of_requests)
+    @rule(target=requests, numbers=batches, hints=any_hints)
     def begin(self, numbers: list[int], hints: Hints = NO_HINTS) -> Request:
         keys = self._keys(numbers)
         request = Request(self.manager.begin_request("test", keys, hints=hints), dict.fromkeys(keys))
@@ -129,7 +137,7 @@ class ManagerMachine(RuleBasedStateMachine):
         """Create a request whose calls have no context. Each call then counts as a separate request."""
         return Request(None)
 
-    @rule(request=consumes(requests), hints=known_of_requests)
+    @rule(request=consumes(requests), hints=any_hints)
     def finish(self, request: Request, hints: Hints = NO_HINTS) -> None:
         if request.ctx is not None:
             self.manager.finish_request(request.ctx, hints=hints)
