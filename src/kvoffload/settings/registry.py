@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib
 import importlib.util
@@ -142,7 +141,7 @@ class Registry(Generic[T]):
             raise ConfigError(self.field, name, f"{home} has no {attribute}{own and f'; it has {own}'}")
         return self._check(name, getattr(module, attribute)), None
 
-    @functools.cached_property
+    @property
     def _built_in(self) -> dict[str, str]:
         """The module of each built-in class, by the name of the class."""
         files = pkgutil.iter_modules(importlib.import_module(self._package).__path__)
