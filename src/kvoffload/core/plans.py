@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +17,6 @@ from kvoffload.core.tenants import TenantStats
 from kvoffload.errors import MisuseError
 from kvoffload.structures.keys import Keys
 
-P = TypeVar("P", bound="_Plan")
 Rows: TypeAlias = npt.NDArray[np.integer]
 
 StoreName: TypeAlias = Literal["on-compute", "on-device-eviction"]
@@ -56,7 +54,7 @@ ALL_READY, THEN_MISS = (
 """Prebuilt results of `lookup` for up to 64 blocks, because building a result costs as much as the lookup."""
 
 
-class _Plan(ABC):
+class _Plan:
     __slots__ = ("completed", "epoch", "memory", "request")
 
     def __init__(self, request: RequestContext, memory: Any, epoch: int) -> None:
@@ -68,34 +66,21 @@ class _Plan(ABC):
         """Id of the plan's request; empty if the plan belongs to no request."""
         return self.request.request_id
 
-    @property
-    @abstractmethod
-    def keys(self) -> Keys: ...
 
-    @abstractmethod
-    def __len__(self) -> int: ...
-
-    @abstractmethod
-    def _part(self: P, rows: Rows) -> P: ...
-
-    def split(self: P, parts: Iterable[Rows] | None = None) -> list[P]:
-        """Replace this plan by one plan for each part of its rows. By default each block is a part.
-
-        Raises: `MisuseError` for a plan that was completed or split.
-        """
-        complete(self, "split")
-        each: Iterable[Rows] = np.arange(len(self))[:, np.newaxis]
-        return [self._part(rows) for rows in (each if parts is None else parts)]
-
-
-def complete(plan: _Plan, call: str) -> None:
+def complete(plan: LoadPlan | StorePlan, call: str) -> None:
     """Mark a plan as completed. Raises `MisuseError`, which names `call`, if it is completed already."""
     if plan.completed:
         raise misuse(plan, call, "is completed")
     plan.completed = True
 
 
-def misuse(plan: _Plan, call: str, reason: str) -> MisuseError:
+def _rows_of_parts(plan: LoadPlan | StorePlan, parts: Iterable[Rows] | None) -> Iterable[Rows]:
+    """Complete a plan that is split; return the rows of each part. By default each block is a part."""
+    complete(plan, "split")
+    return np.arange(len(plan))[:, np.newaxis] if parts is None else parts
+
+
+def misuse(plan: LoadPlan | StorePlan, call: str, reason: str) -> MisuseError:
     """Create the error of a call that a plan does not permit."""
     key = plan.keys[0].hex() if len(plan) else "none"
     return MisuseError(f"{call} of a plan that {reason}: request {plan.request_id!r}, key {key}")
@@ -131,6 +116,13 @@ class LoadPlan(_Plan):
     def slots(self) -> SlotArray:
         """Slot of each key: shape ``(len(keys),)``, int32 (a view)."""
         return Pinned.array(self.memory, "slots", len(self))
+
+    def split(self, parts: Iterable[Rows] | None = None) -> list[LoadPlan]:
+        """Replace this plan by one plan for each part of its rows. By default each block is a part.
+
+        Raises: `MisuseError` for a plan that was completed or split.
+        """
+        return [self._part(rows) for rows in _rows_of_parts(self, parts)]
 
     def _part(self, rows: Rows) -> LoadPlan:
         offered = self._offered = self.keys  # packed once for all parts
@@ -206,6 +198,10 @@ class StorePlan(_Plan):
     def num_refused(self) -> int:
         """Number of offered keys that the admission rule or the policy refused."""
         return _number(self.memory, _NUM_REFUSED)
+
+    def split(self, parts: Iterable[Rows] | None = None) -> list[StorePlan]:
+        """Replace this plan by one plan for each part of its rows, as `LoadPlan.split`."""
+        return [self._part(rows) for rows in _rows_of_parts(self, parts)]
 
     def _part(self, rows: Rows) -> StorePlan:
         memory = blank_store(len(rows), self.request.key_bytes)

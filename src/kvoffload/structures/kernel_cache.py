@@ -41,7 +41,7 @@ def prepare(*, is_needed: bool = True) -> bool:
     """
     digest, configured = digest_of_sources(), _config.CACHE_DIR
     _config.CACHE_DIR = ""
-    if configured and (place := trusted_directory(Path(configured), digest)):
+    if configured and (place := trusted_directory(Path(configured).absolute(), digest)):
         _use(place, digest)
         return True
     if _prepare_package(digest):
