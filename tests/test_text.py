@@ -9,7 +9,7 @@ from kvoffload.text import duration, interval, percent, size, unbroken
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0, "0 s"), (2.26e-6, "2.26 us"), (0.00034, "340 us"), (1.5, "1.5 s"), (600, "10 min"),
+    [(0, "0 s"), (2.26e-6, "2.26 us"), (0.00034, "340 us"), (0.9997, "1 s"), (1.5, "1.5 s"), (600, "10 min"),
      (8000, "2.22 h"), (3 * 86_400, "3 days"), (1000 * 86_400, "2.74 years")],
 )  # fmt: skip
 def test_durations_have_three_digits(seconds: float, text: str) -> None:
@@ -19,6 +19,7 @@ def test_durations_have_three_digits(seconds: float, text: str) -> None:
 def test_sizes_are_binary_or_as_drives_are_sold() -> None:
     assert [size(100), size(1536), size(20 * 2**50)] == ["100 B", "1.5 KiB", "20 PiB"]
     assert size(3_840 * 10**9, 1000) == "3.84 TB"
+    assert [size(2**20 - 1), size(999_990_000, 1000)] == ["1 MiB", "1 GB"]
 
 
 def test_numbers_stay_with_their_units() -> None:

@@ -12,7 +12,7 @@ _UNBROKEN = re.compile(
     rf"(?<=\d) (?!(?:{_NO_UNITS})\b)(?=[A-Za-z%])|(?<=[\d%]) (?=to \d)|(?<=[\d%] to) (?=\d)"
 )
 
-_DURATIONS = ((1e-3, 1e-6, "us"), (1.0, 1e-3, "ms"), (120.0, 1.0, "s"), (7_200.0, 60.0, "min"),
+_DURATIONS = ((0.9995e-3, 1e-6, "us"), (0.9995, 1e-3, "ms"), (120.0, 1.0, "s"), (7_200.0, 60.0, "min"),
               (172_800.0, 3_600.0, "h"), (730 * 86_400.0, 86_400.0, "days"))  # fmt: skip
 """Rows: upper limit in seconds, seconds of the unit, name of the unit."""
 _YEAR_S = 365.25 * 86_400
@@ -21,7 +21,7 @@ _YEAR_S = 365.25 * 86_400
 def size(num_bytes: float, base: int = 1024) -> str:
     """Format a number of bytes: ``1.5 GiB``. A `base` of 1000, as for SSDs, gives ``3.84 TB``."""
     value, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
-    while value >= base and len(units) > 1:
+    while float(f"{value:.4g}") >= base and len(units) > 1:
         value, units = value / base, units[1:]
     return f"{value:.4g} {units[0] if base == 1024 else units[0].replace('i', '')}"
 
