@@ -113,6 +113,7 @@ _LABEL = 8 * Path.fields["label"].at
 _NUMBER = 8 * Path.fields["number"].at
 _TENANT = 8 * Path.fields["tenant"].at
 _IS_QUIET = 8 * Path.fields["is_quiet"].at
+_NUMBERS = [field.at for field in Path.fields.values() if field.is_number]
 _INDEX, _USED = Path.fields["index"].at, Path.fields["used"].at
 
 
@@ -238,9 +239,8 @@ class RequestContext:
         self.room = room_for(max(2 * self.room, self.length + len(keys)))
         larger: Any = bytearray(_blank_path(self.room, self.key_bytes))
         words, larger_words = memoryview(self.memory).cast("q"), memoryview(larger).cast("q")
-        for field in Path.fields.values():
-            if field.is_number:
-                larger_words[field.at] = words[field.at]
+        for at in _NUMBERS:
+            larger_words[at] = words[at]
         _enlarge(self.memory, larger)
         self.memory = larger
 
