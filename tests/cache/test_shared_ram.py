@@ -24,7 +24,7 @@ import kvoffload
 from kvoffload import ConfigError, EvictionPolicy, GoneError, KVCache, NodeManager
 from kvoffload.cache.jobs import Jobs
 from kvoffload.errors import CombinedConfigError, UnavailableError
-from kvoffload.node.mutex import ACQUIRED
+from kvoffload.node.mutex import ACQUIRED, unlock
 from kvoffload.node.pool_directory import FACTS, SHARED_MEMORY, SLOTS, pools
 from kvoffload.structures.jit import compile_all
 from kvoffload.testing.audit import audit
@@ -208,10 +208,10 @@ def test_a_busy_lock_is_a_miss() -> None:
     with opened() as cache, opened() as other:
         store(cache)
         mutex = manager_of(cache)._mutex
-        assert mutex.acquire(HANGS_S) == ACQUIRED
+        assert mutex.wait(HANGS_S) == ACQUIRED
         assert load(other) == 0
         assert store(other, [*range(50, 67)]) == 0
-        mutex.release()
+        unlock(mutex.door)
         assert load(other) == 16
         assert store(other, [*range(50, 67)]) == 16
         audit(manager_of(other))
@@ -222,9 +222,9 @@ def test_a_reset_with_a_busy_lock_returns_false(monkeypatch: pytest.MonkeyPatch)
     with opened() as cache, opened() as other:
         store(cache)
         mutex = manager_of(cache)._mutex
-        assert mutex.acquire(HANGS_S) == ACQUIRED
+        assert mutex.wait(HANGS_S) == ACQUIRED
         assert not other.reset()
-        mutex.release()
+        unlock(mutex.door)
         assert load(other) == 0, "the reset is made before the lookup"
         assert store(cache) == 16
         assert other.reset()
