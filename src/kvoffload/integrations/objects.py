@@ -81,13 +81,6 @@ class ObjectPath:
     keys: list[bytes] = field(default_factory=list)
 
 
-class _Buffer(NamedTuple):
-    """Memory of a batch. `pool`: rows that jobs read or fill. `memory`: staging buffer; None if unused."""
-
-    pool: Blocks
-    memory: Blocks | None
-
-
 @dataclass(eq=False)
 class _Job:
     """A job for the blocks `at` of a batch, in tier number `lane`. `result`: None while it is in flight."""
@@ -105,19 +98,22 @@ class _Batch:
     Attributes:
         objects: rows of the objects in the arguments of the call.
         keys: keys of all blocks; an object has `parts` consecutive blocks.
-        rows: rows of the buffer, one for each block.
         ok: mask of the finished blocks.
         tried: a mask for each tier: blocks that were requested from the tier.
+        pool: memory that jobs read or fill. Set by `_give_buffer`.
+        rows: rows of `pool`, one for each block.
+        is_staged: True if `pool` is a staging buffer, False if it is the caller's memory.
         jobs: jobs in flight.
     """
 
     objects: slice
     keys: Keys
-    rows: npt.NDArray[np.int64]
-    buffer: _Buffer
     parts: int
     ok: Mask
     tried: list[Mask]
+    pool: Blocks
+    rows: npt.NDArray[np.int64]
+    is_staged: bool = True
     jobs: list[_Job] = field(default_factory=list)
 
     @property
@@ -204,10 +200,9 @@ class ObjectStore:
 
         Waits for the probes of shared tiers, at most the longest `probe_timeout_s`.
         """
-        parts = self.parts_of(object_bytes)
-        if self._closed or not len(keys) or parts > MOST_PARTS:
+        blocks = None if self._closed else self._blocks_of(keys, object_bytes)
+        if blocks is None:
             return np.zeros(len(keys), np.bool_)
-        blocks = Keys.pack(self._block_keys(keys, object_bytes), KEY_BYTES)
         is_present = np.zeros(len(blocks), np.bool_)
         probes = list[_Job]()
         until = self._clock()
@@ -219,44 +214,26 @@ class ObjectStore:
                     probes.append(self._begin(lane, number, np.flatnonzero(unknown)))
                     until = max(until, self._clock() + tier.probe_timeout_s)
         self._wait(lambda: all(job.result is not None for job in probes), until)
-        return self._present(blocks, parts)
+        return self._present(blocks, self.parts_of(object_bytes))
 
     def stored(self, keys: Sequence[bytes], object_bytes: int) -> Mask:
         """Return a mask of the objects that are present as far as this process knows. Sends no probes.
 
         After `store`, the mask is False for objects that were refused or failed.
         """
-        if self.parts_of(object_bytes) > MOST_PARTS:
+        if (blocks := self._blocks_of(keys, object_bytes)) is None:
             return np.zeros(len(keys), np.bool_)
-        blocks = Keys.pack(self._block_keys(keys, object_bytes), KEY_BYTES)
         return self._present(blocks, self.parts_of(object_bytes))
 
-    def load(self, keys: Sequence[bytes], memory: Extents, *, prefix: bool = False) -> Mask:
+    def load(self, keys: Sequence[bytes], memory: Extents) -> Mask:
         """Read objects into `memory`. Returns a mask of the objects that were found complete and sound.
 
         The memory of the other objects is unchanged without zero copy, and undefined with zero copy.
-
-        Args:
-            prefix: stop after the first batch with a missing object.
         """
-        ok = np.zeros(len(keys), np.bool_)
         until = self._clock() + self.deadline_s
-        running = deque[_Batch]()
-        batches = self._batches(keys, memory)
-        done = False
-        while not done or running:
-            batch = None if done else next(batches, None)
-            done |= batch is None
-            if batch is not None and not self._give_buffer(batch, memory, running, until, self._end_load, ok):
-                done = True
-            elif batch is not None:
-                self._begin_reads(batch)
-                running.append(batch)
-            if running and (done or len(running) >= _BATCHES_IN_FLIGHT):
-                last = running.popleft()
-                self._end_load(last, memory, until, ok)
-                done |= prefix and not bool(ok[last.objects].all())
-        return ok
+        return self._run(
+            keys, memory, until, self._begin_reads, lambda batch: self._end_load(batch, memory, until)
+        )
 
     def store(self, keys: Sequence[bytes], memory: Extents, path: ObjectPath | None = None) -> Mask:
         """Write objects from `memory` to all tiers. Returns a mask of the objects that need no retry.
@@ -265,34 +242,21 @@ class ObjectStore:
         - False: a tier was busy, full or failed, the deadline passed, or `clear` was called meanwhile.
         """
         num_clears = self._num_clears
-        ok = np.zeros(len(keys), np.bool_)
         until = self._clock() + STORE_DEADLINES * self.deadline_s
-        running = deque[_Batch]()
 
-        def end(batch: _Batch, memory: Extents, until: float, ok: Mask) -> None:
-            self._end_store(batch, until, ok)
-
-        for batch in self._batches(keys, memory):
-            if not self._give_buffer(batch, memory, running, until, end, ok):
-                break
-            if batch.buffer.memory is not None:
+        def begin(batch: _Batch) -> None:
+            if batch.is_staged:
                 self._gather(batch, memory)
             self._begin_writes(batch, path, until, num_clears)
-            running.append(batch)
-            if len(running) >= _BATCHES_IN_FLIGHT:
-                end(running.popleft(), memory, until, ok)
-        while running:
-            end(running.popleft(), memory, until, ok)
-        return ok
+
+        return self._run(keys, memory, until, begin, lambda batch: self._end_jobs(batch, until))
 
     def delete(self, keys: Sequence[bytes], object_bytes: int) -> None:
         """Forget objects in all tiers."""
-        if self.parts_of(object_bytes) > MOST_PARTS:
-            return
-        blocks = Keys.pack(self._block_keys(keys, object_bytes), KEY_BYTES)
-        with self._lock:
-            for tier in self.tiers:
-                tier.delete(blocks)
+        if (blocks := self._blocks_of(keys, object_bytes)) is not None:
+            with self._lock:
+                for tier in self.tiers:
+                    tier.delete(blocks)
 
     def clear(self, timeout_s: float = 10.0) -> bool:
         """Forget all objects; in a shared tier for all machines. Returns False if a tier did not confirm.
@@ -329,6 +293,43 @@ class ObjectStore:
 
     # ---- batches
 
+    def _run(
+        self,
+        keys: Sequence[bytes],
+        memory: Extents,
+        until: float,
+        begin: Callable[[_Batch], None],
+        end: Callable[[_Batch], object],
+    ) -> Mask:
+        """Transfer objects in overlapping batches. Returns a mask of the finished objects.
+
+        Args:
+            begin: starts the jobs of a batch.
+            end: waits for the jobs of a batch, until the deadline.
+        """
+        ok = np.zeros(len(keys), np.bool_)
+        running = deque[_Batch]()
+
+        def end_first() -> None:
+            batch = running.popleft()
+            end(batch)
+            self._give_back(batch)
+            ok[batch.objects] = batch.ok_objects
+
+        for batch in self._batches(keys, memory):
+            while not self._give_buffer(batch, memory):
+                if running:
+                    end_first()
+                elif not self._may_wait(until):
+                    return ok
+            begin(batch)
+            running.append(batch)
+            if len(running) >= _BATCHES_IN_FLIGHT:
+                end_first()
+        while running:
+            end_first()
+        return ok
+
     def parts_of(self, object_bytes: int) -> int:
         """Return the number of blocks of an object."""
         return max(1, -(-object_bytes // self.block_bytes))
@@ -336,6 +337,12 @@ class ObjectStore:
     def _block_keys(self, keys: Sequence[bytes], object_bytes: int) -> list[bytes]:
         ends = [number.to_bytes(2, "little") for number in range(self.parts_of(object_bytes))]
         return [key + end for key in keys for end in ends]
+
+    def _blocks_of(self, keys: Sequence[bytes], object_bytes: int) -> Keys | None:
+        """Return the keys of the objects' blocks; None without objects, and for too large objects."""
+        if not len(keys) or self.parts_of(object_bytes) > MOST_PARTS:
+            return None
+        return Keys.pack(self._block_keys(keys, object_bytes), KEY_BYTES)
 
     def _present(self, blocks: Keys, parts: int) -> Mask:
         is_present = np.zeros(len(blocks), np.bool_)
@@ -366,45 +373,29 @@ class ObjectStore:
         for start in range(0, len(keys), each):
             some = slice(start, min(start + each, len(keys)))
             blocks = Keys.pack(self._block_keys(keys[some], memory.object_bytes), KEY_BYTES)
-            count = len(blocks)
-            yield _Batch(
-                some,
-                blocks,
-                np.arange(count),
-                _Buffer(np.empty((0, self.block_bytes), np.uint8), None),
-                parts,
-                np.zeros(count, np.bool_),
-                [np.zeros(count, np.bool_) for _ in self.tiers],
-            )
+            ok, *tried = (np.zeros(len(blocks), np.bool_) for _ in range(1 + len(self.tiers)))
+            no_memory = np.empty((0, self.block_bytes), np.uint8)
+            yield _Batch(some, blocks, parts, ok, tried, no_memory, np.arange(len(blocks)))
 
-    def _give_buffer(
-        self,
-        batch: _Batch,
-        memory: Extents,
-        running: deque[_Batch],
-        until: float,
-        end: Callable[[_Batch, Extents, float, Mask], None],
-        ok: Mask,
-    ) -> bool:
-        """Assign a buffer to a batch; end earlier batches if no buffer is free. Returns False on time-out."""
+    def _give_buffer(self, batch: _Batch, memory: Extents) -> bool:
+        """Assign memory to a batch. Returns False if all staging memory is in use."""
         if self._is_direct(memory):
-            addresses = memory.addresses[batch.objects].reshape(-1)
-            pool, batch.rows = _view(addresses, self.block_bytes)
-            batch.buffer = _Buffer(pool, None)
+            batch.is_staged = False
+            batch.pool, batch.rows = _view(memory.addresses[batch.objects].reshape(-1), self.block_bytes)
             return True
-        while True:
-            with self._lock:
-                self._poll()
-                rows = self._staging.take(len(batch.keys))
-            if rows is not None:
-                batch.buffer = _Buffer(rows, rows)
-                return True
-            if running:
-                end(running.popleft(), memory, until, ok)
-            elif self._closed or self._clock() >= until:
-                return False
-            else:
-                time.sleep(_LONGEST_PAUSE_S)
+        with self._lock:
+            self._poll()
+            buffer = self._staging.take(len(batch.keys))
+        if buffer is not None:
+            batch.pool = buffer
+        return buffer is not None
+
+    def _may_wait(self, until: float) -> bool:
+        """Sleep for a moment. Returns False at the deadline and after `close`, without a sleep."""
+        if self._closed or self._clock() >= until:
+            return False
+        time.sleep(_LONGEST_PAUSE_S)
+        return True
 
     def _gather(self, batch: _Batch, memory: Extents) -> None:
         """Copy objects into the staging buffer."""
@@ -421,8 +412,7 @@ class ObjectStore:
         self, batch: _Batch, memory: Extents, which: npt.NDArray[np.intp]
     ) -> Iterator[tuple[Blocks, Blocks, npt.NDArray[np.int64]]]:
         """Yield for each extent a view of the staging buffer, the caller's memory, and the rows there."""
-        assert batch.buffer.memory is not None
-        flat = batch.buffer.memory.reshape(-1)
+        flat = batch.pool.reshape(-1)
         count, stride = len(batch.keys) // batch.parts, batch.parts * self.block_bytes
         addresses = memory.addresses[batch.objects][which]
         start = 0
@@ -453,24 +443,16 @@ class ObjectStore:
                 at = np.flatnonzero(wanted)
                 if not len(at):
                     continue
-                number = tier.submit_read(batch.keys.take(at), batch.buffer.pool, batch.rows[at])
+                number = tier.submit_read(batch.keys.take(at), batch.pool, batch.rows[at])
                 if number != NO_JOB:
                     batch.jobs.append(self._begin(lane, number, at))
                     missing[at] = False
 
-    def _end_load(self, batch: _Batch, memory: Extents, until: float, ok: Mask) -> None:
-        until = math.inf if batch.buffer.memory is None else until
-        while batch.jobs:
-            if not self._wait(lambda: all(job.result is not None for job in batch.jobs), until):
-                break
-            self._collect(batch)
+    def _end_load(self, batch: _Batch, memory: Extents, until: float) -> None:
+        while batch.jobs and self._end_jobs(batch, until):
             self._begin_reads(batch)
-        self._collect(batch)
-        whole = batch.ok_objects
-        if batch.buffer.memory is not None:
-            self._scatter(batch, memory, np.flatnonzero(whole))
-        self._give_back(batch)
-        ok[batch.objects] = whole
+        if batch.is_staged:
+            self._scatter(batch, memory, np.flatnonzero(batch.ok_objects))
 
     def _begin_writes(self, batch: _Batch, path: ObjectPath | None, until: float, num_clears: int) -> None:
         """Start to write the missing blocks of each tier. Waits for room in the queues until `until`.
@@ -491,17 +473,15 @@ class ObjectStore:
                     room = min(tier.queue_room, len(left))
                     if room:
                         self._offer(batch, lane, tier, left[:room], record)
-                if room == 0 and (self._closed or self._clock() >= until):
-                    break
                 left = left[room:]
-                if room == 0:
-                    time.sleep(_LONGEST_PAUSE_S)
+                if room == 0 and not self._may_wait(until):
+                    break
 
     def _offer(
         self, batch: _Batch, lane: int, tier: GuardedTier, at: npt.NDArray[np.intp], record: object | None
     ) -> None:
         before = tier.stats()
-        number, accepted = tier.submit_write(batch.keys.take(at), batch.buffer.pool, batch.rows[at], record)
+        number, accepted = tier.submit_write(batch.keys.take(at), batch.pool, batch.rows[at], record)
         if number != NO_JOB:
             batch.jobs.append(self._begin(lane, number, at[accepted]))
         after = tier.stats()
@@ -509,12 +489,12 @@ class ObjectStore:
             # The tier's rule or policy has refused the blocks, or another call is writing them.
             batch.ok[at[~accepted]] = True
 
-    def _end_store(self, batch: _Batch, until: float, ok: Mask) -> None:
-        until = math.inf if batch.buffer.memory is None else until
-        self._wait(lambda: all(job.result is not None for job in batch.jobs), until)
+    def _end_jobs(self, batch: _Batch, until: float) -> bool:
+        """Wait for the jobs of a batch. Returns False at the deadline, which zero copy does not have."""
+        deadline = until if batch.is_staged else math.inf
+        have_ended = self._wait(lambda: all(job.result is not None for job in batch.jobs), deadline)
         self._collect(batch)
-        ok[batch.objects] = batch.ok_objects
-        self._give_back(batch)
+        return have_ended
 
     def _collect(self, batch: _Batch) -> None:
         """Remove the ended jobs, and mark the blocks that these jobs have transferred as finished."""
@@ -526,9 +506,8 @@ class ObjectStore:
 
     def _give_back(self, batch: _Batch) -> None:
         """Release the staging buffer of a batch. If jobs are late, the buffer is released when they end."""
-        if batch.buffer.memory is None:
+        if not batch.is_staged:
             return
-        memory = batch.buffer.memory
         with self._lock:
             if batch.jobs:
                 self.num_late += 1
@@ -537,9 +516,9 @@ class ObjectStore:
                 )
             # Another thread may have polled since `_collect`. A job with a result no longer uses the buffer.
             if unended := [(job.lane, job.number) for job in batch.jobs if job.result is None]:
-                self._staging.keep(memory, unended)
+                self._staging.keep(batch.pool, unended)
             else:
-                self._staging.put(memory)
+                self._staging.put(batch.pool)
 
     def _poll(self) -> None:
         """Collect the results of the tiers. The caller holds the lock."""
