@@ -484,10 +484,12 @@ def test_a_hanging_tier_costs_the_deadline(make: Make) -> None:
 
 def test_an_internal_error_is_a_miss(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     adapter = make()
-    adapter._store.store = adapter._store.load = adapter._store.find = None
+    adapter._store.store = adapter._store.load = adapter._store.find = adapter._store.delete = None
     assert not write(adapter, [key(1)], [memory(1)]).is_successful()
     assert look_up(adapter, [key(1)]) == []
     assert read(adapter, [key(1)], [memory(None)]) == []
+    adapter.delete([key(1)])
+    assert "internal error in delete" in caplog.text
 
 
 def test_after_close_everything_is_a_miss(make: Make) -> None:

@@ -10,7 +10,6 @@ failure reaches the controllers.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -18,7 +17,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from lmcache.lmcache_native import Bitmap
@@ -27,13 +26,14 @@ from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInter
 from lmcache.v1.platform import create_event_notifier
 
 from kvoffload._version import __version__
-from kvoffload.errors import ConfigError, UnavailableError
-from kvoffload.integrations.logs import join
+from kvoffload.errors import UnavailableError
+from kvoffload.integrations.logs import join, refusals_logged
+from kvoffload.integrations.object_options import ObjectOptions, read_object_options
 from kvoffload.integrations.objects import KEY_BYTES, OBJECT_KEY_BYTES, Extents, ObjectStore
-from kvoffload.settings.read import Duration, Size, read_options
+from kvoffload.settings.read import Duration, Size
 from kvoffload.tiers.contract import Mask
 from kvoffload.tiers.spec import TierOwner as Owner
-from kvoffload.tiers.spec import Tiers, open_tiers
+from kvoffload.tiers.spec import open_tiers
 
 logger = logging.getLogger("lmcache.kvoffload")
 WHERE = "adapter_params"
@@ -50,19 +50,13 @@ Kind: TypeAlias = tuple[str, int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdapterOptions:
+class AdapterOptions(ObjectOptions):
     """Options of `KVOffloadAdapter`.
 
     Attributes:
-        tiers: from the fastest to the slowest.
-        identity: a name for the weights and for the settings that affect KV but are not in LMCache's keys.
         block: bytes of a block. An object is stored in one or more blocks.
-        deadline: longest duration of a load, in seconds. A store may take five times as long.
-        staging: limit of the staging memory between tiers and LMCache's L1, in bytes.
     """
 
-    tiers: Tiers
-    identity: str = ""
     block: Size = 1 << 20
     deadline: Duration = 5.0
     staging: Size = 1 << 30
@@ -70,13 +64,15 @@ class AdapterOptions:
 
 def parse_options(params: Mapping[str, Any]) -> AdapterOptions:
     """Read the options. Raises `ConfigError` with every problem."""
-    options = read_options(AdapterOptions, params, WHERE)
-    if not options.tiers:
-        raise ConfigError("tiers", [], 'allowed: a list such as ["disk:/nvme/kv:500GiB"]')
-    for tier in options.tiers:
-        if not tier.keeps_blocks:
-            raise ConfigError("tiers", str(tier), "allowed: a tier that stores bytes: disk, valkey, s3")
-    return options
+    return read_object_options(AdapterOptions, params, WHERE)
+
+
+class _Tasks(NamedTuple):
+    """A kind of task: its threads, the notifier of ended tasks, and the results not yet taken."""
+
+    threads: ThreadPoolExecutor
+    notifier: Any
+    ended: dict[int, Any]
 
 
 class KVOffloadAdapter(L2AdapterInterface):
@@ -97,13 +93,9 @@ class KVOffloadAdapter(L2AdapterInterface):
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: object = None) -> None:
         super().__init__()
         join(logger)
-        try:
+        with refusals_logged(logger, "not started"):
             self.options = parse_options(params)
             self._store = _open(self.options)
-        except ConfigError as error:
-            for line in str(error).splitlines():
-                logger.error("kvoffload: not started: %s", line.strip())
-            raise
         self._lock = threading.Lock()
         self._next_task = 0
         self._formats: dict[Kind, Format] = {}
@@ -111,52 +103,49 @@ class KVOffloadAdapter(L2AdapterInterface):
         self._counted: dict[Any, Format] = {}
         """Objects that LMCache counts: objects reported as stored and not yet as deleted."""
         self._next_check = _MOST_COUNTED
-        self._stored: dict[int, Any] = {}
-        self._found: dict[int, Any] = {}
-        self._loaded: dict[int, Any] = {}
-        self._notifiers = [create_event_notifier() for _ in range(3)]
-        self._writer = ThreadPoolExecutor(1, "kvoffload-store")
-        self._readers = ThreadPoolExecutor(_LOADERS, "kvoffload-load")
+        readers = ThreadPoolExecutor(_LOADERS, "kvoffload-load")
+        self._stores = _Tasks(ThreadPoolExecutor(1, "kvoffload-store"), create_event_notifier(), {})
+        self._lookups = _Tasks(readers, create_event_notifier(), {})
+        self._loads = _Tasks(readers, create_event_notifier(), {})
         self._closed = False
 
     # ---- event descriptors
 
     def get_store_event_fd(self) -> int:
         """Return the descriptor that signals finished stores."""
-        return int(self._notifiers[0].fileno())
+        return int(self._stores.notifier.fileno())
 
     def get_lookup_and_lock_event_fd(self) -> int:
         """Return the descriptor that signals finished lookups."""
-        return int(self._notifiers[1].fileno())
+        return int(self._lookups.notifier.fileno())
 
     def get_load_event_fd(self) -> int:
         """Return the descriptor that signals finished loads."""
-        return int(self._notifiers[2].fileno())
+        return int(self._loads.notifier.fileno())
 
     # ---- tasks
 
     def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
         """Begin to store objects; returns the task."""
         nothing = L2StoreResult(False, 0)
-        return self._submit(self._writer, 0, self._stored, nothing, lambda: self._save(keys, objects))
+        return self._submit(self._stores, nothing, lambda: self._save(keys, objects))
 
     def pop_completed_store_tasks(self) -> dict[int, Any]:
         """Return the stores that have ended since the last call."""
         with self._lock:
-            ended, self._stored = self._stored, {}
+            ended = self._stores.ended.copy()
+            self._stores.ended.clear()
         return ended
 
     def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: Mapping[int, Any]) -> int:
         """Begin to look up objects; returns the task. `group_layout_descs`: size and dtypes by group."""
         nothing = Bitmap(len(keys))
-        return self._submit(
-            self._readers, 1, self._found, nothing, lambda: self._find(keys, group_layout_descs)
-        )
+        return self._submit(self._lookups, nothing, lambda: self._find(keys, group_layout_descs))
 
     def query_lookup_and_lock_result(self, task_id: int) -> Any:
         """Return the bitmap of present objects at the first call after the task ended, otherwise None."""
         with self._lock:
-            return self._found.pop(task_id, None)
+            return self._lookups.ended.pop(task_id, None)
 
     def submit_unlock(self, keys: list[Any]) -> None:
         """Do nothing: objects are not locked."""
@@ -164,12 +153,12 @@ class KVOffloadAdapter(L2AdapterInterface):
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
         """Begin to load objects into LMCache's memory; returns the task."""
         nothing = Bitmap(len(keys))
-        return self._submit(self._readers, 2, self._loaded, nothing, lambda: self._load(keys, objects))
+        return self._submit(self._loads, nothing, lambda: self._load(keys, objects))
 
     def query_load_result(self, task_id: int) -> Any:
         """Return the bitmap of loaded objects at the first call after the task ended, otherwise None."""
         with self._lock:
-            return self._loaded.pop(task_id, None)
+            return self._loads.ended.pop(task_id, None)
 
     def delete(self, keys: list[Any]) -> None:
         """Delete objects of the kinds that were stored, looked up or loaded since the start.
@@ -177,19 +166,11 @@ class KVOffloadAdapter(L2AdapterInterface):
         Other objects are ignored: their format is unknown, and the store's keys depend on the format. Reports
         two groups as deleted: present objects, and counted objects that the tiers have evicted.
         """
-        with contextlib.suppress(Exception), self._counting:
-            unique, deleted = [*dict.fromkeys(keys)], list[Any]()
-            forms = [self._counted.get(key) or self._formats.get(_kind(key)) for key in unique]
-            for form, rows in _rows_by(forms):
-                if form is None:
-                    continue
-                names = [_digest(unique[row], form) for row in rows]
-                is_present = self._store.stored(names, form[0])
-                self._store.delete(names, form[0])
-                for row, present in zip(rows, is_present, strict=True):
-                    if present or unique[row] in self._counted:
-                        deleted.append(unique[row])
-            self._report_deleted(deleted)
+        try:
+            with self._counting:
+                self._report_deleted(self._delete([*dict.fromkeys(keys)]))
+        except Exception:
+            logger.exception("kvoffload: internal error in delete; objects may still be served")
 
     def get_usage(self) -> AdapterUsage:
         """Return the bytes in tiers with a capacity, and LMCache's own count for each ``cache_salt``.
@@ -218,24 +199,17 @@ class KVOffloadAdapter(L2AdapterInterface):
         if self._closed:
             return
         self._closed = True
-        for pool in (self._writer, self._readers):
-            pool.shutdown(wait=True, cancel_futures=True)
+        kinds = (self._stores, self._lookups, self._loads)
+        for tasks in kinds:
+            tasks.threads.shutdown(wait=True, cancel_futures=True)
         self._store.close()
-        with self._lock:
-            notifiers, self._notifiers = self._notifiers, []
-        for notifier in notifiers:
-            notifier.close()
+        for tasks in kinds:
+            tasks.notifier.close()
 
     # ---- work of the threads
 
-    def _submit(
-        self,
-        pool: ThreadPoolExecutor,
-        event: int,
-        ended: dict[int, Any],
-        nothing: Any,
-        work: Callable[[], Any],
-    ) -> int:
+    def _submit(self, tasks: _Tasks, nothing: Any, work: Callable[[], Any]) -> int:
+        """Start a task; returns its number. `nothing`: the result after an error or `close`."""
         with self._lock:
             task, self._next_task = self._next_task, self._next_task + 1
 
@@ -246,16 +220,14 @@ class KVOffloadAdapter(L2AdapterInterface):
                 logger.exception("kvoffload: internal error in a task; it ends without objects")
                 result = nothing
             with self._lock:
-                # Stores use `self._stored`: `pop_completed_store_tasks` replaces the dictionary `ended`.
-                (self._stored if event == 0 else ended)[task] = result
-                if self._notifiers:
-                    self._notifiers[event].notify()
+                tasks.ended[task] = result
+            tasks.notifier.notify()
 
         try:
-            pool.submit(run)
+            tasks.threads.submit(run)
         except RuntimeError:  # closed
             with self._lock:
-                (self._stored if event == 0 else ended)[task] = nothing
+                tasks.ended[task] = nothing
         return task
 
     def _named(self, keys: Sequence[Any], objects: Sequence[Any]) -> tuple[list[Any], list[Any], list[bytes]]:
@@ -279,6 +251,19 @@ class KVOffloadAdapter(L2AdapterInterface):
             new[rows] = present[rows] & ~before
         self._count({keys[row]: forms[row] for row in np.flatnonzero(present).tolist()})
         return L2StoreResult(bool(ok.all()), sum(forms[row][0] for row in np.flatnonzero(new).tolist()))
+
+    def _delete(self, keys: Sequence[Any]) -> list[Any]:
+        """Delete objects. Returns the objects that were present or counted."""
+        forms = [self._counted.get(key) or self._formats.get(_kind(key)) for key in keys]
+        deleted = list[Any]()
+        for form, rows in _rows_by(forms):
+            if form is not None:
+                names = [_digest(keys[row], form) for row in rows]
+                is_present = self._store.stored(names, form[0])
+                self._store.delete(names, form[0])
+                found = zip((keys[row] for row in rows), is_present, strict=True)
+                deleted += [key for key, present in found if present or key in self._counted]
+        return deleted
 
     def _count(self, present: Mapping[Any, Format]) -> None:
         """Report the uncounted objects as stored. If many objects are counted, report the evicted objects."""

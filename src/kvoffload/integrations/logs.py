@@ -1,8 +1,12 @@
-"""Forwarding of the library's log to an engine's logger."""
+"""Messages in an engine's log: the library's records, and refused options."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
+
+from kvoffload.errors import ConfigError
 
 
 class _ToEngine(logging.Handler):
@@ -29,6 +33,20 @@ def join(logger: logging.Logger) -> None:
     if not library.handlers:
         library.addHandler(_ToEngine(logger))
         library.propagate = not _reaches_root(logger)
+
+
+@contextlib.contextmanager
+def refusals_logged(logger: logging.Logger, outcome: str) -> Iterator[None]:
+    """Log each problem of a `ConfigError` before the error propagates: an engine may hide its message.
+
+    `outcome`: beginning of each line, such as ``not started``.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            logger.error("kvoffload: %s: %s", outcome, line.strip())
+        raise
 
 
 def _reaches_root(logger: logging.Logger) -> bool:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-from kvoffload.errors import ConfigError
-from kvoffload.settings.read import Duration, OneOf, Size, parse_size, read_options
-from kvoffload.tiers.spec import SizedTierOptions, TierOptions, Tiers
+from kvoffload.integrations.object_options import ObjectOptions, read_object_options
+from kvoffload.settings.read import Duration, OneOf, Size, parse_size
+from kvoffload.tiers.spec import SizedTierOptions, TierOptions
 
 WHERE = "hicache_storage_backend_extra_config"
 OF_SGLANG = ("backend_name", "module_path", "class_name", "interface_v1", "file_storage_path")
@@ -17,20 +17,14 @@ AUTO, ALWAYS, NEVER = "auto", "always", "never"
 
 
 @dataclass(frozen=True, kw_only=True)
-class StorageOptions:
+class StorageOptions(ObjectOptions):
     """Options of `KVOffloadStorage`.
 
     Attributes:
-        tiers: from the fastest to the slowest.
-        identity: a name for the weights and for the settings that affect KV but are not SGLang's arguments.
-        deadline: longest time to read a batch, in seconds. A write may take five times as long.
-        staging: limit of the staging memory between tiers and SGLang's host pool, in bytes.
         zero_copy: transfers of pages without staging: ``always``, ``never``, or ``auto``, which means only if
             all tiers are shared.
     """
 
-    tiers: Tiers
-    identity: str = ""
     deadline: Duration = 2.0
     staging: Size = 256 << 20
     zero_copy: Annotated[str, OneOf((AUTO, ALWAYS, NEVER))] = AUTO
@@ -43,13 +37,7 @@ class StorageOptions:
 
 def parse_options(extra_config: Mapping[str, Any] | None) -> StorageOptions:
     """Read the options. Raises `ConfigError` with every problem."""
-    options = read_options(StorageOptions, extra_config or {}, WHERE, also_known=OF_SGLANG)
-    if not options.tiers:
-        raise ConfigError("tiers", list(options.tiers), 'allowed: a list such as ["disk:/nvme/kv:500GiB"]')
-    for tier in options.tiers:
-        if not tier.keeps_blocks:
-            raise ConfigError("tiers", str(tier), "allowed: a tier that stores bytes: disk, valkey, s3")
-    return options
+    return read_object_options(StorageOptions, extra_config or {}, WHERE, also_known=OF_SGLANG)
 
 
 def divided(tier: TierOptions, num_ranks: int) -> TierOptions:

@@ -15,35 +15,13 @@ from kvoffload.errors import ConfigError
 from kvoffload.integrations.objects import Extents
 from kvoffload.tiers.contract import Mask
 
-_ANATOMY = (
-    *(
-        "layout",
-        "dtype",
-        "page_size",
-        "layer_num",
-        "start_layer",
-        "end_layer",
-        "head_num",
-        "head_dim",
-        "v_head_dim",
-    ),
-    *(
-        "kv_cache_dim",
-        "kv_lora_rank",
-        "qk_rope_head_dim",
-        "index_head_dim",
-        "storage_format_tag",
-        "head_group_num",
-    ),
-    *(
-        "dcp_size",
-        "element_size",
-        "size_per_token",
-        "temporal_state_shape",
-        "conv_state_shapes",
-        "conv_dtype",
-    ),
-    *("temporal_dtype", "temporal_state_elem_size", "indexer_dtype", "index_k_dtype", "quant_block_size"),
+_ANATOMY = tuple(
+    """
+    layout dtype page_size layer_num start_layer end_layer head_num head_dim v_head_dim kv_cache_dim
+    kv_lora_rank qk_rope_head_dim index_head_dim storage_format_tag head_group_num dcp_size element_size
+    size_per_token temporal_state_shape conv_state_shapes conv_dtype temporal_dtype
+    temporal_state_elem_size indexer_dtype index_k_dtype quant_block_size
+    """.split()  # noqa: SIM905
 )
 """Attributes of host pools that determine the format of a page. A pool has only some of them."""
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.integrations.containment import contained
-from kvoffload.integrations.logs import join
+from kvoffload.integrations.logs import join, refusals_logged
 from kvoffload.integrations.objects import KEY_BYTES, OBJECT_KEY_BYTES, Extents, ObjectPath, ObjectStore
 from kvoffload.integrations.sglang.options import divided, parse_options
 from kvoffload.integrations.sglang.pages import HostPages, best_block_bytes
@@ -57,20 +57,15 @@ class KVOffloadStorage(HiCacheStorage):
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
         join(logger)
         self._config = storage_config
-        try:
+        with refusals_logged(logger, "not attached"):
             self.options = parse_options(storage_config.extra_config)
             check_ranks(storage_config, self.options.tiers)
-        except ConfigError as error:
-            for line in str(error).splitlines():
-                logger.error("kvoffload: not attached: %s", line.strip())
-            raise
         self.broken = False
         self.registered_pools: dict[str, Any] = {}
         self.store: ObjectStore | None = None
         self._pages: dict[str, HostPages] = {}
         self._salts: dict[str, bytes] = {}
-        self._paths: dict[str, ObjectPath] = {}
-        self._chains: dict[str, list[str]] = {}
+        self._paths: dict[str, tuple[ObjectPath, list[str]]] = {}
         self._moved: dict[str, list[tuple[int, float]]] = {"prefetch": [], "backup": []}
 
     # ---- life
@@ -95,12 +90,8 @@ class KVOffloadStorage(HiCacheStorage):
 
     def on_host_pools_registered(self) -> None:
         """Open the tiers."""
-        try:
+        with refusals_logged(logger, "not attached"):
             self.store = self._open()
-        except ConfigError as error:
-            for line in str(error).splitlines():
-                logger.error("kvoffload: not attached: %s", line.strip())
-            raise
 
     def close(self) -> None:
         """Make pages durable and close the tiers. Called when SGLang detaches the backend or ends."""
@@ -115,7 +106,6 @@ class KVOffloadStorage(HiCacheStorage):
         Clears the tiers even after an internal error, because a later process could find the pages.
         """
         self._paths.clear()
-        self._chains.clear()
         confirmed = self.store is not None and self.store.clear()
         if not confirmed:
             logger.error(
@@ -196,24 +186,14 @@ class KVOffloadStorage(HiCacheStorage):
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         """Read pages of several pools into their host pools. Returns the results of each pool by name."""
-        return {
-            transfer.name: self._get(
-                _name(transfer.name), transfer.keys or [], transfer.host_indices, _prefix(extra_info)
-            )
-            for transfer in transfers
-        }
+        return self._of_pools(self._get, transfers, extra_info)
 
     @contained(lambda transfers, extra_info=None: _nothing(transfers))
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         """Write pages of several pools from their host pools. Returns the results of each pool by name."""
-        return {
-            transfer.name: self._set(
-                _name(transfer.name), transfer.keys or [], transfer.host_indices, _prefix(extra_info)
-            )
-            for transfer in transfers
-        }
+        return self._of_pools(self._set, transfers, extra_info)
 
     # ---- the first interface: flat tensors
 
@@ -264,9 +244,28 @@ class KVOffloadStorage(HiCacheStorage):
             return np.zeros(len(keys), np.bool_)
         return self.store.find(self._keys(name, keys), self._pages[name].page_bytes)
 
-    def _get(self, name: str, keys: Sequence[str], indices: Any, prefix: list[str] | None) -> list[bool]:
+    def _of_pools(
+        self,
+        move: Callable[[str, Sequence[str], Any, list[str] | None], list[bool]],
+        transfers: Sequence[PoolTransfer],
+        extra_info: HiCacheStorageExtraInfo | None,
+    ) -> dict[str, list[bool]]:
+        return {
+            transfer.name: move(
+                _name(transfer.name), transfer.keys or [], transfer.host_indices, _prefix(extra_info)
+            )
+            for transfer in transfers
+        }
+
+    def _movable(self, name: str, keys: Sequence[str], indices: Any) -> HostPages | None:
+        """Return the pool of these pages; None without open tiers, pool, keys or suitable indices."""
         pages = self._pages.get(name)
         if pages is None or self.store is None or not keys or not pages.has_indices_for(keys, indices):
+            return None
+        return pages
+
+    def _get(self, name: str, keys: Sequence[str], indices: Any, prefix: list[str] | None) -> list[bool]:
+        if (pages := self._movable(name, keys, indices)) is None:
             return [False] * len(keys)
         memory, finish = pages.loaded(indices)
         ok = self._load(name, keys, memory, prefix)
@@ -274,8 +273,7 @@ class KVOffloadStorage(HiCacheStorage):
         return ok.tolist()
 
     def _set(self, name: str, keys: Sequence[str], indices: Any, prefix: list[str] | None) -> list[bool]:
-        pages = self._pages.get(name)
-        if pages is None or self.store is None or not keys or not pages.has_indices_for(keys, indices):
+        if (pages := self._movable(name, keys, indices)) is None:
             return [False] * len(keys)
         memory, _alive = pages.stored(indices)
         return self._save(name, keys, memory, prefix).tolist()
@@ -313,22 +311,20 @@ class KVOffloadStorage(HiCacheStorage):
         an operation only once.
         """
         before, page_bytes = prefix or [], self._pages[name].page_bytes
-        path, chain = self._paths.get(kind), self._chains.get(kind)
+        path, chain = self._paths.get(kind, (None, before))
         if path is not None and chain != before:
             self._finish(store, kind, path)
             path = None
         if path is None:
-            path, chain = store.open_path(), list(before)
+            path = store.open_path()
             if before:
                 store.extend_path(path, self._keys(name, before), page_bytes)
-        assert chain is not None
         store.extend_path(path, self._keys(name, keys), page_bytes)
-        self._paths[kind], self._chains[kind] = path, [*chain, *keys]
+        self._paths[kind] = path, [*before, *keys]
         return path
 
     def _finish(self, store: ObjectStore, kind: str, path: ObjectPath) -> None:
         self._paths.pop(kind, None)
-        self._chains.pop(kind, None)
         store.finish_path(path)
 
     def _keys(self, name: str, keys: Sequence[str]) -> list[bytes]:
