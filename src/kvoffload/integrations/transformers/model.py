@@ -73,7 +73,7 @@ def configuration_digest(model: Any) -> str:
 def _probe(model: Any) -> None:
     """Refuse a model whose KV depends on the length of the sequence."""
     parameters = inspect.signature(model.forward).parameters
-    is_wrapper = any(part.kind is part.VAR_KEYWORD for part in parameters.values())
+    is_wrapper = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if "position_ids" not in parameters and not is_wrapper:
         return  # positions are column numbers
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0

@@ -14,13 +14,17 @@ from kvoffload.integrations.transformers.model import CACHE, configuration_diges
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
 _REFUSED = {
-    "cache": "PrefixCache makes the cache of the model",
-    "past_key_values": "PrefixCache makes the cache of the model",
-    "assistant_model": "without assisted decoding, which takes tokens back",
-    "assistant_tokenizer": "without assisted decoding, which takes tokens back",
-    "assistant_early_exit": "without assisted decoding, which takes tokens back",
-    "use_mtp": "without assisted decoding, which takes tokens back",
-    "prompt_lookup_num_tokens": "without assisted decoding, which takes tokens back",
+    **dict.fromkeys(("cache", "past_key_values"), "PrefixCache makes the cache of the model"),
+    **dict.fromkeys(
+        (
+            "assistant_model",
+            "assistant_tokenizer",
+            "assistant_early_exit",
+            "use_mtp",
+            "prompt_lookup_num_tokens",
+        ),
+        "without assisted decoding, which takes tokens back",
+    ),
     "token_healing": "without token healing, which changes the prompt",
     "custom_generate": "without a loop of its own",
     "prefill_chunk_size": "without chunks, which begin at the first token",
@@ -35,8 +39,8 @@ class PrefixCache:
             prefix = PrefixCache(model, cache)
             output = prefix.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=200)
 
-    In float32 the greedy tokens are those of ``model.generate``. In shorter types rounding may differ,
-    because fewer tokens are computed at once.
+    In float32 the greedy tokens are equal to the tokens of ``model.generate``. In shorter types rounding may
+    differ, because the model computes fewer tokens at once.
 
     Args:
         model: a decoder-only model with full or sliding attention, on one device.
@@ -112,7 +116,7 @@ class PrefixCache:
     def _named(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
         """Return all arguments of ``model.generate`` by name. `arguments` are those after `inputs`."""
         parameters = inspect.signature(self._model.generate).parameters.values()
-        names = [part.name for part in parameters if part.kind is part.POSITIONAL_OR_KEYWORD][1:]
+        names = [known.name for known in parameters if known.kind is known.POSITIONAL_OR_KEYWORD][1:]
         given = dict(zip(names, arguments, strict=False))
         if len(given) < len(arguments) or given.keys() & options:
             raise ConfigError(

@@ -82,7 +82,7 @@ def probe_rope(model: Any, longest: int, kv_of: Callable[[list[int]], list[torch
         later = [kv_of([*positions, longest - 1]), kv_of(near)]
     except (IndexError, RuntimeError) as error:
         _refuse(model, f"it does not compute position {longest - 1}, so its rope cannot be checked: {error}")
-    if not all(_is_equal(one, other) for kv in later for one, other in zip(before, kv, strict=True)):
+    if not all(_is_equal(*pair) for kv in later for pair in zip(before, kv, strict=True)):
         _refuse(model, f"keys and values of all tokens change with a token at position {longest - 1}")
 
 
@@ -139,9 +139,9 @@ class _Call(NamedTuple):
             return Outcome.FAILS
         again = self._run(module, _as_given)
         is_equal = all(
-            _is_equal(*_leading(one, other))
+            _is_equal(*_leading(before, after))
             for later in (far, again)
-            for one, other in zip(near, later, strict=True)
+            for before, after in zip(near, later, strict=True)
         )
         return Outcome.SAME if is_equal else Outcome.CHANGES
 
@@ -174,7 +174,7 @@ def _recorded_calls(model: Any, lengths: Set[int]) -> Iterator[list[_Call]]:
     for module in model.modules():
         name = type(module).__name__.lower()
         has_weights = next(module.parameters(), None) is not None
-        if not has_weights and (hasattr(module, "inv_freq") or any(part in name for part in _NAMES)):
+        if not has_weights and (hasattr(module, "inv_freq") or any(rotary in name for rotary in _NAMES)):
             hooks.append(module.register_forward_pre_hook(record, with_kwargs=True))
     try:
         yield made
@@ -184,30 +184,26 @@ def _recorded_calls(model: Any, lengths: Set[int]) -> Iterator[list[_Call]]:
         made += calls.values()
 
 
-def _leading(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _leading(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Cut two results to their common sizes, without the last token, whose position differs."""
-    for axis in range(min(one.ndim, other.ndim) - 1):
-        size = min(one.shape[axis], other.shape[axis])
+    for axis in range(min(first.ndim, second.ndim) - 1):
+        size = min(first.shape[axis], second.shape[axis])
         size -= size > 1
-        one, other = one.narrow(axis, 0, size), other.narrow(axis, 0, size)
-    return one, other
+        first, second = first.narrow(axis, 0, size), second.narrow(axis, 0, size)
+    return first, second
 
 
-def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _is_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Return True if two tensors have the same shape and are equal up to rounding.
 
     NaN and infinity count as 0: the probe's tokens are arbitrary, so their values may overflow.
     """
-    one, other = (tensor.float().nan_to_num(0.0, 0.0, 0.0) for tensor in (one, other))
-    bound = _TOLERANCE * float(one.abs().max()) if one.numel() else 0.0
-    return one.shape == other.shape and torch.allclose(one, other, rtol=0.0, atol=bound)
+    first, second = (tensor.float().nan_to_num(0.0, 0.0, 0.0) for tensor in (first, second))
+    bound = _TOLERANCE * float(first.abs().max()) if first.numel() else 0.0
+    return first.shape == second.shape and torch.allclose(first, second, rtol=0.0, atol=bound)
 
 
 def _items(fields: Any) -> Iterable[tuple[str, Any]]:
-    if isinstance(fields, dict):
-        return ((str(name), value) for name, value in fields.items())
-    return (
-        ((str(number), value) for number, value in enumerate(fields))
-        if isinstance(fields, list | tuple)
-        else ()
-    )
+    if isinstance(fields, list | tuple):
+        fields = dict(enumerate(fields))
+    return ((str(name), value) for name, value in fields.items()) if isinstance(fields, dict) else ()
