@@ -25,10 +25,10 @@ import numpy as np
 
 from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm.shared.producer_table import (
-    BOUND,
     ENVIRONMENT_WITHOUT_EFFECT,
     HF_WITHOUT_EFFECT,
     OTHER_VARIABLES,
+    SECTIONS,
     WITHOUT_EFFECT,
 )
 
@@ -161,7 +161,7 @@ def _value(field: str, value: Any) -> Plain:
         return _section("model_config", value)
     if field == "draft_load_config":
         return _section("load_config", value)
-    if field in BOUND and field != "vllm_config":
+    if field in SECTIONS:
         return _section(field, value)
     return plain(value)
 
