@@ -189,16 +189,20 @@ def test_a_disk_that_hangs_costs_requests_and_no_time(tmp_path: Path) -> None:
     assert read_trace(item.path).requests == kept
 
 
-def test_a_disk_that_fails_ends_the_recording(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("call", ["write", "close"])
+def test_a_disk_that_fails_ends_the_recording(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, call: str
+) -> None:
     logging.getLogger("vllm.kvoffload").propagate = True
     item = Recorder(tmp_path / "kv.jsonl", 1 << 30, 16)
 
-    def fail(data: bytes) -> None:
+    def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     assert item._file is not None
     item._file.close()
-    item._file = SimpleNamespace(write=fail, flush=lambda: None, close=lambda: None)  # type: ignore[assignment]
+    calls = dict.fromkeys(("write", "flush", "close"), lambda *_: None) | {call: fail}
+    item._file = SimpleNamespace(**calls)  # type: ignore[assignment]
     assert item.add(finished())
     item.close()
     assert not item.add(finished())

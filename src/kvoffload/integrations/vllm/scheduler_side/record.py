@@ -93,16 +93,20 @@ class Recorder:
         self._thread.join(_CLOSING_S)
 
     def _run(self) -> None:
-        while (request := self._next()) is not None:
-            if self._file is None:
-                continue
+        is_open = True
+        while is_open:
             try:
-                self._write(self._line(request))
+                request = self._next()
+                is_open = request is not None
+                if self._file is not None and request is not None:
+                    self._write(self._line(request))
+                elif self._file is not None:
+                    self._file.close()
+            except OSError as error:
+                self._stop(error.strerror or str(error))
             except Exception as error:  # the thread must continue to empty the queue
                 self._stop(f"internal error: {error!r}")
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._file = None
 
     def _next(self) -> FinishedRequest | None:
         try:
@@ -111,7 +115,7 @@ class Recorder:
             if self._is_closing:
                 return None
             if self._file is not None:
-                self._flush(self._file)
+                self._file.flush()
             return self._queue.get()
 
     def _line(self, request: FinishedRequest) -> bytes:
@@ -132,23 +136,12 @@ class Recorder:
         return encode_line(line) + b"\n"
 
     def _write(self, line: bytes) -> None:
-        file = self._file
-        assert file is not None
+        assert self._file is not None
         if len(line) > self._free_bytes:
-            self._stop(f"the file has reached record_max_bytes ({file.tell():,} bytes)")
-            return
-        try:
-            file.write(line)
-        except OSError as error:
-            self._stop(error.strerror or str(error))
-            return
-        self._free_bytes -= len(line)
-
-    def _flush(self, file: IO[bytes]) -> None:
-        try:
-            file.flush()
-        except OSError as error:
-            self._stop(error.strerror or str(error))
+            self._stop(f"the file has reached record_max_bytes ({self._file.tell():,} bytes)")
+        else:
+            self._file.write(line)
+            self._free_bytes -= len(line)
 
     def _stop(self, reason: str) -> None:
         logger.warning("kvoffload: recording to %s has ended: %s", self.path, reason)
