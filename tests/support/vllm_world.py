@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from kvoffload.integrations.vllm.shared.options import parse_options
 from kvoffload.integrations.vllm.shared.pool import SharedPool
 from kvoffload.node.pool_directory import PoolDirectory
 from kvoffload.testing.audit import audit
+from kvoffload.tiers.contract import SecondaryTier
 from support.vllm_traffic import PATIENCE_S, note_position, touch_path
 
 base = pytest.importorskip("vllm.v1.kv_offload.base")
@@ -54,6 +56,11 @@ class World:
         )
         self.resident: set[bytes] = set()
         self.paths: dict[str, list[bytes]] = {}
+
+    def put_behind(self, *tiers: SecondaryTier) -> None:
+        """Build the manager again, with these tiers behind its RAM."""
+        self.manager._tiers = SimpleNamespace(open=lambda *_: [*tiers], log_unreached=lambda: None)
+        self.manager._build(36)
 
     def request(self, name: str, keys: list[bytes], groups: int = 1) -> Any:
         """Create a request like vLLM's connector, which notes the keys of one group after the other."""

@@ -6,6 +6,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from support.timeouts import HANGS_S
 from support.vllm_needs import POSITIONS, needs
 from support.vllm_world import HIT, MISS, PENDING, World, base, key
 
-USUAL_KEY_BYTES = pytest.importorskip("kvoffload.integrations.vllm.shared.node_pool").USUAL_KEY_BYTES
+USUAL_KEY_BYTES = pytest.importorskip("kvoffload.integrations.vllm.shared.tiers").USUAL_KEY_BYTES
 user_hints = pytest.importorskip("kvoffload.integrations.vllm.scheduler_side.hints").user_hints
 
 BUILTIN = [name for name in POLICIES.names() if ":" not in name]
@@ -172,7 +173,7 @@ def test_damaged_block_is_a_miss(world: Callable[..., World]) -> None:
 
 
 def test_a_verification_that_fails_is_a_miss(
-    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig = world(8, verify="always")
     path = [key(number) for number in range(3)]
@@ -183,7 +184,9 @@ def test_a_verification_that_fails_is_a_miss(
 
     monkeypatch.setattr(rig.pool, "verify", fail)
     ctx = rig.request("a", path)
-    assert rig.hits(ctx, path) == 0
+    with caplog.at_level("ERROR", "vllm.kvoffload"):
+        assert rig.hits(ctx, path) == 0
+    assert "a block cannot be verified, and counts as damaged: OSError: gone" in caplog.text
     rig.manager.on_request_finished(ctx)
     rig.check()
 
@@ -334,7 +337,7 @@ def test_dropped_blocks_with_keys_of_another_length(world: Callable[..., World])
     rig = world(8, store="on-device-eviction")
     keys = [bytes([number]) * 20 for number in range(4)]
     rig.manager.keep_dropped(keys[:1])
-    assert rig.manager.num_lost == 1
+    assert rig.manager.metrics.counts["lost_blocks"] == 1
     output = rig.manager.store_dropped(keys)
     assert output.keys_to_store == keys
     rig.manager.complete_store(set(keys), base.ReqContext(""))
@@ -347,8 +350,10 @@ class Later:
     def __init__(self) -> None:
         self.tasks: list[Callable[[], None]] = []
 
-    def submit(self, work: Callable[..., None], *args: Any) -> None:
-        self.tasks.append(lambda: work(*args))
+    def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
+        future = Future[Any]()
+        self.tasks.append(lambda: future.set_result(work(*args)))
+        return future
 
     def run(self) -> None:
         if self.tasks:
@@ -534,7 +539,7 @@ def test_hints_of_an_orchestrator_are_labels(
     assert began.hints == hints
     assert rig.manager.metrics.kv_hints == Counter(counted)
     assert "vllm:kvoffload_kv_hint_actions" in repr(rig.manager.get_stats().data)
-    assert not rig.manager.metrics.kv_hints, "reported once"
+    assert "vllm:kvoffload_kv_hint_actions" not in repr(rig.manager.get_stats().data), "reported once"
     assert not rig.manager.broken
 
 
@@ -571,8 +576,7 @@ def test_a_request_that_ends_during_a_pause_is_forgotten_by_the_reset(world: Cal
 def test_a_reset_during_a_hanging_job_of_a_tier_loses_no_slot(world: Callable[..., World]) -> None:
     """Until the job ends, slots in flight stay reserved. vLLM never reports the old transfers as ended."""
     rig, tier = world(8, tier_deadline_s=0.001), ScriptedTier(4096)
-    rig.manager._open_tiers = lambda *_: [tier]
-    rig.manager._build(USUAL_KEY_BYTES)
+    rig.put_behind(tier)
     path = [key(number) for number in range(4)]
     rig.serve("r", path[:2])
     rig.manager.on_schedule_end(base.ScheduleEndContext([], []))
@@ -598,8 +602,7 @@ def test_a_reset_during_a_hanging_job_of_a_tier_loses_no_slot(world: Callable[..
 def test_a_promotion_after_a_reset_takes_no_slot_of_an_old_transfer(world: Callable[..., World]) -> None:
     """vLLM's worker begins a store one step late: after a reset, the old copy may follow a promotion."""
     rig, tier = world(8), ScriptedTier(4096, immediate=True)
-    rig.manager._open_tiers = lambda *_: [tier]
-    rig.manager._build(USUAL_KEY_BYTES)
+    rig.put_behind(tier)
     old, new = [key(number) for number in range(4)], [key(number) for number in range(10, 14)]
     late = rig.manager.prepare_store(old, rig.request("old", old))
     rig.manager.reset_cache()
@@ -616,10 +619,7 @@ def test_a_promotion_after_a_reset_takes_no_slot_of_an_old_transfer(world: Calla
 def test_tenants_have_quotas_of_disks(tmp_path: Path) -> None:
     quotas = {"a": {"tiers": {"disk": {"min": "4MiB"}}}, "b": {"tiers": {"disk": {"max": "16KiB"}}}}
     rig = World(tmp_path, 16, tiers=[f"disk:{tmp_path / 'kv'}:16MiB"], tenants=quotas)
-    rig.manager._open_tiers = lambda block_bytes, key_bytes: open_tiers(
-        rig.manager.options.tiers, TierOwner(block_bytes, key_bytes, "world")
-    )
-    rig.manager._build(36)
+    rig.put_behind(*open_tiers(rig.manager.options.tiers, TierOwner(rig.pool.slot_stride, 36, "world")))
     for number, tenant in enumerate(["a", "b", "b"]):
         rig.manager.add_hints(str(number), Hints(tenant=tenant))
         rig.serve(str(number), [key(10 * number + block) for block in range(4)])
@@ -627,7 +627,7 @@ def test_tenants_have_quotas_of_disks(tmp_path: Path) -> None:
     [counts] = rig.manager.core.tier_tenants()
     assert counts["a"].min > 3 * counts["b"].max == 9
     assert {name: tenant.held for name, tenant in counts.items()} == {"a": 4, "b": 3, "other": 0}
-    assert "tenant_tier_held_blocks" in repr(rig.manager._take_stats().data)
+    assert "tenant_tier_held_blocks" in repr(rig.manager.get_stats().data)
     rig.check()
 
 
@@ -642,7 +642,7 @@ def test_tenants_have_quotas_and_metrics(world: Callable[..., World], tmp_path: 
         rig.serve(str(number), [key(10 * number), key(10 * number + 1)])
     held = {name: tenant.held for name, tenant in rig.manager.core.stats().tenants.items()}
     assert held == {"a": 2, "b": 2, "other": 0}
-    taken = repr(rig.manager._take_stats().data)
+    taken = repr(rig.manager.get_stats().data)
     assert "tenant_held_blocks" in taken
     assert "tenant_evicted_blocks" in taken
     rig.check()

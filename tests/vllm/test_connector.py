@@ -72,7 +72,7 @@ def test_blocks_evicted_by_the_gpu_are_loaded(victim: Any, on_llama: Expected) -
     victim.drain()
     stats = victim.manager.core.stats()
     assert stats.loaded > 40
-    assert victim.manager.num_lost <= 20, "when a prefix comes back for the first time"
+    assert victim.manager.metrics.counts["lost_blocks"] <= 20, "when a prefix comes back for the first time"
     assert victim.connector.connector_scheduler.window.size > 4
     audit(victim.manager.core)
 

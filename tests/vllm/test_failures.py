@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("vllm.v1", reason="vllm is not installed here: `make test-vllm` builds an environment")
 
-from kvoffload.integrations.vllm.shared.patches import name_failed_loads
+from kvoffload.integrations.vllm.shared.patches import name_failed_loads, own_connector
 
 
 class Worker:
@@ -47,7 +47,7 @@ def test_since_0_30_requests_are_named() -> None:
     worker: Any = Worker()
     results = SimpleNamespace(failed_recving=set())
     connector = connector_with(get_transfer_results=lambda finished: results)
-    assert name_failed_loads(connector, SPEC, worker)
+    assert name_failed_loads(own_connector(connector, SPEC), worker)
     worker.failed = {5, 9}
     assert connector.get_transfer_results(set()).failed_recving == {"b"}
 
@@ -55,7 +55,7 @@ def test_since_0_30_requests_are_named() -> None:
 def test_before_0_30_blocks_are_named() -> None:
     worker: Any = Worker()
     connector = connector_with()
-    assert name_failed_loads(connector, SPEC, worker)
+    assert name_failed_loads(own_connector(connector, SPEC), worker)
     for job in (1, 2, 3):
         assert worker.submit_load(job, None, SimpleNamespace(block_ids=[10 * job, 10 * job + 1]))
     worker.failed = {2}

@@ -11,12 +11,14 @@ import pytest
 from vllm.v1.kv_offload import base
 
 from kvoffload.core.miss_reasons import LIVE_REASONS
-from kvoffload.errors import ConfigError
+from kvoffload.errors import ConfigError, UnavailableError
+from kvoffload.integrations.logs import join
 from kvoffload.integrations.vllm import connector, spec
 from kvoffload.integrations.vllm.connector import KVOffloadConnector
 from kvoffload.integrations.vllm.scheduler_side import audits
 from kvoffload.integrations.vllm.scheduler_side.metrics import definitions
-from kvoffload.integrations.vllm.shared.logs import join_vllm
+from kvoffload.integrations.vllm.shared.logs import logger
+from kvoffload.integrations.vllm.shared.tiers import EngineTiers
 from kvoffload.metrics.families import AUDIT_RESULTS, COUNTERS, REASONS
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from support.scripted_tier import ScriptedTier
@@ -127,8 +129,7 @@ def with_a_tier(tmp_path: Path) -> World:
     """Return a world whose tier and RAM have the blocks of keys 1 and 2."""
     rig = World(tmp_path, 16)
     tier = ScriptedTier(rig.pool.slot_stride, immediate=True)
-    rig.manager._open_tiers = lambda block_bytes, key_bytes: [tier]
-    rig.manager._build(36)
+    rig.put_behind(tier)
     rig.serve("stores", [key(1), key(2)])
     rig.manager.on_schedule_end(base.ScheduleEndContext([], []))
     assert len(tier.blocks) == 2
@@ -173,8 +174,7 @@ def test_a_failed_load_is_no_failure_of_the_next_block_in_its_slot(tmp_path: Pat
     """A tier fills the slot, so no worker removes the mark of the failed load."""
     rig, keys = World(tmp_path, 2), [key(1)]
     tier = ScriptedTier(rig.pool.slot_stride, immediate=True)
-    rig.manager._open_tiers = lambda block_bytes, key_bytes: [tier]
-    rig.manager._build(36)
+    rig.put_behind(tier)
     rig.serve("stores", keys)
     rig.manager.on_schedule_end(base.ScheduleEndContext([], []))
     for number in range(6):
@@ -205,8 +205,8 @@ def test_each_problem_with_options_is_a_log_line(caplog: pytest.LogCaptureFixtur
 
 
 def test_log_lines_of_the_library_appear_in_vllms_log(caplog: pytest.LogCaptureFixture) -> None:
-    join_vllm()
-    join_vllm()
+    join(logger)
+    join(logger)
     with caplog.at_level("WARNING", "vllm.kvoffload"):
         RateLimitedLog("kvoffload.disk").warn("test", "disk tier: cannot write blocks: %s", "No space left")
     lines = [record for record in caplog.records if record.name == "vllm.kvoffload"]
@@ -243,7 +243,8 @@ def test_a_reset_logs_the_tiers_that_it_does_not_reach(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig = World(tmp_path, 6)
-    rig.manager._missing_tiers = ["/nvme1/kv"]
+    rig.manager._tiers = EngineTiers((), None, None)
+    rig.manager._tiers._leave_out(UnavailableError("tiers", "/nvme1/kv", "no such device"))
     with caplog.at_level("ERROR", "vllm.kvoffload"):
         rig.manager.reset_cache()
     assert "this reset does not reach /nvme1/kv" in caplog.text

@@ -160,6 +160,25 @@ def test_blocks_are_loaded_in_this_life_and_the_next(tmp_path: Path) -> None:
     other.tier.shutdown()
 
 
+def test_keys_of_another_hash_are_refused_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    life = Life(tmp_path)
+    short = bytes(make_offload_key(bytes(16), 0))
+    job = TransferJob(
+        job_id=7, keys=[short], chunk_ids=np.zeros(1, np.int32), is_promotion=False, req_context=life.ctx
+    )
+    with caplog.at_level(logging.ERROR, "vllm.kvoffload"):
+        for _ in range(2):
+            life.tier.submit_store(job)
+            (result,) = life.tier.get_finished_jobs()
+            assert result.success, "of no block"
+            assert life.tier.lookup(short, life.ctx) is MISS
+        life.tier.drain_jobs()
+    error, unreached = (record.getMessage() for record in caplog.records if record.levelno == logging.ERROR)
+    assert "keys have 20 bytes, and tiers need keys of 36 bytes; set --prefix-caching-hash-algo" in error
+    assert f"this reset does not reach disk:{tmp_path}" in unreached
+    life.tier.shutdown()
+
+
 def test_a_disk_that_cannot_be_opened_leaves_the_engine_running(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -230,19 +249,9 @@ def test_a_reset_returns_when_the_disk_would_not_remember_after_a_crash(
     life.tier.shutdown()
 
 
-def test_keys_of_another_hash_are_misses(tmp_path: Path) -> None:
-    life = Life(tmp_path)
-    short = bytes(make_offload_key(b"x" * 16, 0))
-    assert life.tier.lookup(short, life.ctx) is MISS
-    life.tier.submit_store(TransferJob(5, [short], np.zeros(1, np.int32), False, life.ctx))
-    (result,) = life.tier.get_finished_jobs()
-    assert result.job_id == 5
-    life.tier.shutdown()
-
-
 @pytest.mark.parametrize("where", ["contains", "finished", "submit_read", "begin_request", "drain"])
 def test_an_internal_error_does_not_stop_the_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
 ) -> None:
     life = Life(tmp_path)
     life.store([1, 2, 3])
@@ -265,6 +274,9 @@ def test_an_internal_error_does_not_stop_the_engine(
     assert life.store([4, 5]).success, "nothing is written, which is no failure"
     life.tier.on_request_finished(life.ctx)
     assert not life.tier.has_pending_work()
+    with caplog.at_level(logging.ERROR, "vllm.kvoffload"):
+        life.tier.drain_jobs()
+    assert f"this reset does not reach disk:{tmp_path}" in caplog.text
     life.tier.shutdown()
 
 

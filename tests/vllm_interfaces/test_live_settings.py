@@ -25,7 +25,8 @@ class Rig:
 
     def __init__(self, tmp_path: Path, store: str = ON_COMPUTE) -> None:
         self.path, self.now, self.store = tmp_path / "live.json", 0.0, store
-        self.live = LiveSettings(str(self.path), "lru", self.store, 2**20, clock=lambda: self.now)
+        options = parse_options({"ram": 2**20, "policy": "lru", "store": self.store})
+        self.live = LiveSettings(str(self.path), options, clock=lambda: self.now)
         self.new_manager()
 
     def new_manager(self) -> None:

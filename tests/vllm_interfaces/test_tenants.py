@@ -10,13 +10,13 @@ import pytest
 from kvoffload.core.tenants import Quota
 from kvoffload.errors import CombinedConfigError
 from kvoffload.integrations.vllm.shared.options import parse_options
-from kvoffload.integrations.vllm.shared.tenants import QuotaBytes, TenantOptions
+from kvoffload.integrations.vllm.shared.tenants import TenantOptions
 from kvoffload.tiering.tiered_manager import TieredManager
 from kvoffload.tiers.simulated import NoMemory, SimulatedTier
 from kvoffload.tiers.spec import parse_tiers
 
 GIVEN = {"a": {"min": "1GiB", "max": "2GiB"}, "other": {"max": 2**29}}
-QUOTAS = {"a": QuotaBytes(2**30, 2**31), "other": QuotaBytes(0, 2**29)}
+QUOTAS = TenantOptions({"a": (2**30, 2**31), "other": (0, 2**29)}, {})
 
 
 def tenants(value: Any, **options: Any) -> TenantOptions:
@@ -33,13 +33,13 @@ def message(value: Any, **options: Any) -> str:
 
 
 def test_two_forms() -> None:
-    assert tenants(GIVEN) == tenants(json.dumps(GIVEN)) == TenantOptions(QUOTAS)
+    assert tenants(GIVEN) == tenants(json.dumps(GIVEN)) == QUOTAS
     assert parse_options({"ram": "4GiB"}).tenants is None
 
 
 def test_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVOFFLOAD_TENANTS", json.dumps(GIVEN))
-    assert parse_options({"ram": "4GiB"}).tenants == TenantOptions(QUOTAS)
+    assert parse_options({"ram": "4GiB"}).tenants == QUOTAS
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,8 @@ DISK = "disk:/nvme/kv:40GiB"
 
 def test_quotas_of_tiers() -> None:
     parsed = tenants(TIERED, tiers=[DISK])
-    assert parsed.quotas == {"a": QuotaBytes(2**30)}
-    assert parsed.tiers == {"disk": {"a": QuotaBytes(10 * 2**30, 20 * 2**30)}}
+    assert parsed.ram == {"a": (2**30, None)}
+    assert parsed.tiers == {"disk": {"a": (10 * 2**30, 20 * 2**30)}}
 
 
 @pytest.mark.parametrize(
@@ -96,9 +96,7 @@ def test_wrong_quotas_of_tiers_name_the_option() -> None:
 
 
 def test_open_tiers_get_quotas_in_their_blocks() -> None:
-    given = TenantOptions(
-        {"a": QuotaBytes(), "b": QuotaBytes()}, {"simulated": {"a": QuotaBytes(10 * 2**30)}}
-    )
+    given = TenantOptions({"a": (0, None), "b": (0, None)}, {"simulated": {"a": (10 * 2**30, None)}})
     options = parse_tiers("tiers", "simulated:40GiB")
     manager = TieredManager(
         8, ram=NoMemory(8), tiers=[SimulatedTier(400, key_bytes=32)], tenants=given.in_blocks(2**32, 8)
@@ -106,10 +104,10 @@ def test_open_tiers_get_quotas_in_their_blocks() -> None:
     given.set_tiers(manager, options)
     [counts] = manager.tier_tenants()
     assert (counts["a"].min, counts["a"].max) == (100, None)
-    TenantOptions({"a": QuotaBytes()}).set_tiers(manager, options)
+    TenantOptions({"a": (0, None)}, {}).set_tiers(manager, options)
     assert [*manager.tier_tenants()[0]] == ["other"], "a change replaces all quotas"
 
 
 def test_blocks_of_a_pool() -> None:
-    assert TenantOptions(QUOTAS).in_blocks(2**32, 1001) == {"a": Quota(250, 500), "other": Quota(0, 125)}
-    assert TenantOptions({"a": QuotaBytes(0, 1)}).in_blocks(2**32, 10) == {"a": Quota(0, 1)}
+    assert QUOTAS.in_blocks(2**32, 1001) == {"a": Quota(250, 500), "other": Quota(0, 125)}
+    assert TenantOptions({"a": (0, 1)}, {}).in_blocks(2**32, 10) == {"a": Quota(0, 1)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -80,11 +80,16 @@ def _tiered_values(manager: TieredManager) -> Iterator[Value]:
     for reason in NOT_PROMOTED_REASONS:
         yield Value(NOT_PROMOTED, (reason,), getattr(manager.counts, reason))
     for tier, counts in tier_counts(manager).items():
-        for name in (*TIER_COUNTERS, *TIER_GAUGES):
-            if counts[name] is not None:
-                yield Value(TIER + name, (tier,), counts[name])
+        yield from tier_values(tier, counts)
     for (tier, tenant), held in tier_tenants(manager).items():
         yield Value(TENANT_TIER, (tier, tenant), held)
+
+
+def tier_values(tier: str, counts: Mapping[str, Any]) -> Iterator[Value]:
+    """Yield the values of a tier. `counts`: as a value of `tier_counts`."""
+    for name in (*TIER_COUNTERS, *TIER_GAUGES):
+        if counts[name] is not None:
+            yield Value(TIER + name, (tier,), counts[name])
 
 
 def tier_tenants(manager: TieredManager) -> dict[tuple[str, str], int]:

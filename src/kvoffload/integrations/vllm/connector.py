@@ -22,7 +22,7 @@ from kvoffload.integrations.vllm.shared.versions import (
     caches_uncomputed,
     check_version,
 )
-from kvoffload.integrations.vllm.spec import OFFERS_DROPPED, SEES_REQUESTS, checked_options
+from kvoffload.integrations.vllm.spec import checked_options
 
 
 class KVOffloadConnector(OffloadingConnector):
@@ -58,13 +58,10 @@ class KVOffloadConnector(OffloadingConnector):
             )
         self._recording: Recording | None = None
         self._caches_uncomputed = False
-        offering, seeing = OFFERS_DROPPED.set(victim_mode), SEES_REQUESTS.set(True)
         given = GIVEN.set(vllm_config)
         try:
             super().__init__(vllm_config, role, kv_cache_config)
         finally:
-            OFFERS_DROPPED.reset(offering)
-            SEES_REQUESTS.reset(seeing)
             GIVEN.reset(given)
         if self.connector_scheduler is None:
             return

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Collection, Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,27 +26,19 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from kvoffload import __version__
 from kvoffload.integrations.containment import contained
+from kvoffload.integrations.logs import join
 from kvoffload.integrations.vllm.scheduler_side.lookups import path_of
-from kvoffload.integrations.vllm.scheduler_side.metrics import (
-    METRICS_INTERVAL_S,
-    TierMetrics,
-    tier_definitions,
-)
-from kvoffload.integrations.vllm.shared.logs import join_vllm, logger
-from kvoffload.integrations.vllm.shared.node_pool import USUAL_KEY_BYTES
+from kvoffload.integrations.vllm.scheduler_side.metrics import Reports, tier_definitions
+from kvoffload.integrations.vllm.shared.logs import logger
 from kvoffload.integrations.vllm.shared.producer import find_configuration
-from kvoffload.integrations.vllm.shared.tiers import (
-    Producer,
-    log_unreached_tiers,
-    tier_owner,
-    usable_tiers,
-)
+from kvoffload.integrations.vllm.shared.tiers import USUAL_KEY_BYTES, EngineTiers, Producer
 from kvoffload.integrations.vllm.shared.versions import SINCE_SECONDARY, check_version, engine_facts, events
+from kvoffload.metrics.counts import tier_values
 from kvoffload.structures.keys import Keys
 from kvoffload.tiering.wait import TierWait
 from kvoffload.tiers.contract import NO_JOB
 from kvoffload.tiers.guarded import GuardedTier
-from kvoffload.tiers.spec import open_tiers, parse_tiers
+from kvoffload.tiers.spec import parse_tiers
 
 _DRAIN_TIMEOUT_S, _SHARED_DRAIN_TIMEOUT_S = 30.0, 2.0
 _NEW_WAIT_AFTER_S = 2.0
@@ -74,7 +66,8 @@ class KVOffloadTier(SecondaryTierManager):
 
     Attributes:
         tolerates_off_thread_polling: False: vLLM 0.33 polls for finished jobs only in its steps.
-        broken: True if the tier is not used: it could not be opened, or an internal error has occurred.
+        broken: True if the tier is not used: it could not be opened, the engine's keys have another length,
+            or an internal error has occurred.
     """
 
     medium = Medium.STORAGE
@@ -90,7 +83,7 @@ class KVOffloadTier(SecondaryTierManager):
     ) -> None:
         check_version(vllm_version, SINCE_SECONDARY, type(self).__name__)
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        join_vllm()
+        join(logger)
         options.pop("locality", None)
         kind = {} if "url" in options else {"type": "disk"}
         (checked,) = parse_tiers("secondary_tiers", [{**kind, **options}])
@@ -98,12 +91,10 @@ class KVOffloadTier(SecondaryTierManager):
         self._pool = slots.reshape(len(slots), -1)
         # vLLM's RAM has its own layout, so blocks of `KVOffloadSpec` cannot be used here, nor vice versa.
         facts = engine_facts(offloading_spec, vllm_version)
-        self._missing: list[str] = []
         producer = Producer.of(facts, find_configuration(offloading_spec, facts.engine_id), pool="vllm")
-        owner = tier_owner(producer, facts, self._pool.shape[1], USUAL_KEY_BYTES, self._missing)
+        self._tiers = EngineTiers([checked], facts, producer)
         # vLLM offers single blocks, each once, and no whole paths.
-        usable = usable_tiers(producer, [checked], self._missing)
-        opened = open_tiers(usable, replace(owner, reports_paths=False))
+        opened = self._tiers.open(self._pool.shape[1], USUAL_KEY_BYTES, reports_paths=False)
         # After an exception in the tier the result is a miss, and the tier stays in use. After an exception
         # in this class (`contained`) the tier is no longer used.
         self._opened = [GuardedTier(tier) for tier in opened]
@@ -115,7 +106,7 @@ class KVOffloadTier(SecondaryTierManager):
         self._unknown: dict[bytes, None] = {}
         self._probes: dict[int, set[bytes]] = {}
         self._waits: dict[str, TierWait] = {}
-        self._metrics, self._reported_s = TierMetrics(), 0.0
+        self._metrics = Reports()
         self._info = {label: str(getattr(checked, option, "")) for label, option in _INFO.items()}
         self.broken = not self._opened
         if self._opened and self._tier.shared:
@@ -137,17 +128,13 @@ class KVOffloadTier(SecondaryTierManager):
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Return the changed metrics; None if no report is due. vLLM calls this in every step."""
-        now_s = time.monotonic()
-        if self._records and now_s - self._reported_s < METRICS_INTERVAL_S:
-            return None
-        self._reported_s = now_s
-        return self._take_stats()
+        is_due = self._metrics.is_due(time.monotonic(), is_idle=not self._records)
+        return self._take_stats() if is_due else None
 
     @contained(None)
     def _take_stats(self) -> OffloadingConnectorStats:
-        taken, stats = OffloadingConnectorStats(), self._tier.stats()
-        self._metrics.add(taken, {self._tier.name: {"hits": stats.read, **asdict(stats)}})
-        return taken
+        stats = self._tier.stats()
+        return self._metrics.take(tier_values(self._tier.name, {"hits": stats.read, **asdict(stats)}))
 
     @property
     def _tier(self) -> GuardedTier:
@@ -166,13 +153,18 @@ class KVOffloadTier(SecondaryTierManager):
         record = self._records.pop(req_context.req_id, None)
         self._waits.pop(req_context.req_id, None)
         path = path_of(req_context)
-        if record is not None and path and len(path[0]) == USUAL_KEY_BYTES:
+        if record is not None and path and self._accepts(path[0]):
             self._tier.finish_request(record, Keys.pack(path, USUAL_KEY_BYTES))
+
+    def _accepts(self, key: bytes) -> bool:
+        """Return True for a key of the usual length. A key of another length ends the use of the tier."""
+        self.broken = not self._tiers.accept(len(key))
+        return not self.broken
 
     @contained(LookupResult.MISS)
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """Return HIT, MISS, or RETRY while a shared tier is probed for the block. Reads no bytes."""
-        if len(key) != USUAL_KEY_BYTES:
+        if not self._accepts(key):
             return LookupResult.MISS
         packed, record = Keys.pack([key], USUAL_KEY_BYTES), self._records.get(req_context.req_id)
         if self._tier.contains(packed, record)[0]:
@@ -242,8 +234,8 @@ class KVOffloadTier(SecondaryTierManager):
 
     def drain_jobs(self) -> None:
         """Wait for the jobs in flight, then forget all blocks. vLLM calls this when its cache is reset."""
-        log_unreached_tiers(self._missing)
         self._forget()
+        self._tiers.log_unreached()
 
     @contained(None)
     def _forget(self) -> None:
@@ -283,6 +275,8 @@ class KVOffloadTier(SecondaryTierManager):
 
     @contained(NO_JOB)
     def _begin(self, job: Any, keys: list[bytes], rows: npt.NDArray[np.int64], is_store: bool) -> int:
+        if keys and not self._accepts(keys[0]):
+            return NO_JOB
         packed = Keys.pack(keys, USUAL_KEY_BYTES)
         if not is_store:
             return self._tier.submit_read(packed, self._pool, rows)
@@ -294,6 +288,7 @@ class KVOffloadTier(SecondaryTierManager):
     def stop_after_error(self, method: str) -> None:
         """Log an internal error, end all transfers, and report their jobs as failed."""
         self.broken = True
+        self._tiers.give_up()
         logger.exception("kvoffload: internal error in %s; the tier is no longer used", method)
         with contextlib.suppress(Exception):
             self._tier.close()

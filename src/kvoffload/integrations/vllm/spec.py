@@ -6,7 +6,6 @@ Assembles the scheduler side and the worker side. Decides nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextvars import ContextVar
 from typing import Any
 
 from vllm import __version__ as vllm_version
@@ -15,15 +14,16 @@ from vllm.v1.kv_offload.base import OffloadingSpec
 
 from kvoffload.core.plans import ON_DEVICE_EVICTION
 from kvoffload.errors import ConfigError
+from kvoffload.integrations.logs import join, refusals_logged
 from kvoffload.integrations.vllm.scheduler_side.manager import KVOffloadManager
 from kvoffload.integrations.vllm.scheduler_side.metrics import definitions
-from kvoffload.integrations.vllm.shared.logs import join_vllm, logger
+from kvoffload.integrations.vllm.shared.logs import logger
 from kvoffload.integrations.vllm.shared.node_pool import join_node_pool
 from kvoffload.integrations.vllm.shared.options import ALWAYS, VLLMOptions, parse_options
 from kvoffload.integrations.vllm.shared.patches import name_failed_loads, own_connector
 from kvoffload.integrations.vllm.shared.pool import SCHEDULER, SharedPool
-from kvoffload.integrations.vllm.shared.producer import find_configuration
-from kvoffload.integrations.vllm.shared.tiers import Producer, tier_owner, usable_tiers
+from kvoffload.integrations.vllm.shared.producer import GIVEN, find_configuration
+from kvoffload.integrations.vllm.shared.tiers import EngineTiers, Producer
 from kvoffload.integrations.vllm.shared.versions import (
     SINCE_DEVICES,
     caches_uncomputed,
@@ -38,8 +38,6 @@ from kvoffload.integrations.vllm.worker_side.copies import Copies, HostCopies
 from kvoffload.integrations.vllm.worker_side.layout import Layout
 from kvoffload.integrations.vllm.worker_side.worker import KVOffloadWorker
 from kvoffload.text import size
-from kvoffload.tiers.contract import SecondaryTier
-from kvoffload.tiers.spec import open_tiers
 
 WORKERS_WAIT_S, WORKERS_WAIT_S_PER_GIB = 600.0, 2.0
 """Longest time that a worker waits for the other workers' allocations before it pins the pool. The larger of
@@ -48,24 +46,11 @@ two limits applies: seconds in total, and seconds for each GiB of the pool.
 The allocation of a GiB in pages of 4 KiB takes 0.6 s. The wait is part of the engine's start
 (``VLLM_ENGINE_READY_TIMEOUT_S``)."""
 
-OFFERS_DROPPED: ContextVar[bool] = ContextVar("kvoffload_offers_dropped", default=False)
-"""True during the construction of a connector that offers blocks before the GPU drops them."""
-
-SEES_REQUESTS: ContextVar[bool] = ContextVar("kvoffload_sees_requests", default=False)
-"""True during the construction of our connector. Unlike vLLM's, it passes requests to the manager."""
-
 
 def checked_options(extra_config: Mapping[str, Any]) -> VLLMOptions:
-    """Parse the options. Raises `ConfigError`.
-
-    Also logs each problem, because vLLM's traceback would hide the message.
-    """
-    try:
+    """Parse the options. Logs each problem, and raises `ConfigError`."""
+    with refusals_logged(logger, "not started"):
         return parse_options(extra_config)
-    except ConfigError as error:
-        for line in str(error).splitlines():
-            logger.error("kvoffload: not started: %s", line.strip())
-        raise
 
 
 class KVOffloadSpec(OffloadingSpec):
@@ -86,39 +71,47 @@ class KVOffloadSpec(OffloadingSpec):
         check_version(vllm_version)
         if not current_platform.is_cpu():
             check_version(vllm_version, SINCE_DEVICES, "kvoffload with a GPU")
-        join_vllm()
+        join(logger)
         super().__init__(*config)
         self.facts = engine_facts(self, vllm_version)
         self.options = checked_options(self.facts.extra_config)
         self.facts = facts_with_chunks(self, self.facts, self.options.blocks_per_chunk)
         self._vllm_config = find_configuration(self, self.facts.engine_id)
-        self._sees_requests = SEES_REQUESTS.get()
-        allowed = "allowed: only with kv_connector: KVOffloadConnector"
-        if self.options.store == ON_DEVICE_EVICTION and not OFFERS_DROPPED.get():
-            raise ConfigError("store", self.options.store, allowed)
-        if self.options.record is not None and not self._sees_requests:
-            raise ConfigError("record", str(self.options.record), allowed)
-        if not self._sees_requests and caches_uncomputed(self._vllm_config):
-            logger.warning(
-                "kvoffload: with --scheduling-policy priority vLLM may cache blocks that it does not "
-                "compute, and its own connector stores these blocks; use KVOffloadConnector (docs/vllm.md)"
-            )
+        # Only our connector passes requests to the manager, and offers blocks before the GPU drops them.
+        self._sees_requests = GIVEN.get() is not None
+        if not self._sees_requests:
+            self._check_for_vllms_connector()
         self.offload_prompt_only = self.options.prompt_only
         # True: one worker stores a block, and all workers load it.
         self.replicated_layout = self.facts.replicated
-        self._missing: list[str] = []
         self._node_pool = join_node_pool(
             self.options, self.facts, self._vllm_config, sees_requests=self._sees_requests
         )
         self._manager: KVOffloadManager | None = None
         self._worker: KVOffloadWorker | None = None
 
+    def _check_for_vllms_connector(self) -> None:
+        """Raise `ConfigError` for options that need our connector."""
+        options, allowed = self.options, "allowed: only with kv_connector: KVOffloadConnector"
+        if options.store == ON_DEVICE_EVICTION:
+            raise ConfigError("store", options.store, allowed)
+        if options.record is not None:
+            raise ConfigError("record", str(options.record), allowed)
+        if caches_uncomputed(self._vllm_config):
+            logger.warning(
+                "kvoffload: with --scheduling-policy priority vLLM may cache blocks that it does not "
+                "compute, and its own connector stores these blocks; use KVOffloadConnector (docs/vllm.md)"
+            )
+
     def get_manager(self) -> KVOffloadManager:
         """Return the scheduler side. The first call creates it."""
         if self._manager is None:
             facts = self.facts
+            tiers: EngineTiers | None = None
             if self.options.tiers:
                 warn_of_seeds(vllm_version)
+                producer = Producer.of(facts, self._vllm_config, sees_requests=self._sees_requests)
+                tiers = EngineTiers(self.options.tiers, facts, producer)
             pool = self._attach(SCHEDULER, facts.worker_block_bytes * facts.blocks_per_chunk)
             tokens = min(facts.tokens_per_block) * facts.blocks_per_chunk
             self._manager = KVOffloadManager(
@@ -127,8 +120,7 @@ class KVOffloadSpec(OffloadingSpec):
                 enable_events=facts.enable_events,
                 tokens_per_block=tokens,
                 blocks_per_chunk=facts.blocks_per_chunk,
-                open_tiers=self._open_tiers if self.options.tiers else None,
-                missing_tiers=self._missing,
+                tiers=tiers,
                 node_pool=self._node_pool,
             )
             logger.info("%s", self._summary(pool, tokens))
@@ -141,32 +133,30 @@ class KVOffloadSpec(OffloadingSpec):
             pool = self._attach(1 + self.facts.rank, layout.part_bytes)
             part = 0 if self.facts.replicated else self.facts.rank
             copies = copies_for(kv_caches, layout, pool, part)
+            connector = own_connector(_connector(), self)
             self._worker = KVOffloadWorker(
                 pool,
                 part,
                 copies,
                 blocks_per_chunk=self.facts.blocks_per_chunk,
                 seal=self.options.verification == ALWAYS,
-                auditor=self._auditor(kv_caches, layout, pool, part),
+                auditor=self._auditor(connector, kv_caches, layout, pool, part),
             )
-            self._worker.failures_are_named = name_failed_loads(_connector(), self, self._worker)
-            self._worker.fences_come_late = self._fences_come_late()
+            self._worker.failures_are_named = name_failed_loads(connector, self._worker)
+            self._worker.fences_come_late = self._fences_come_late(connector)
         return self._worker
 
-    def _auditor(self, kv_caches: Any, layout: Layout, pool: SharedPool, part: int) -> Auditor | None:
+    def _auditor(
+        self, connector: Any, kv_caches: Any, layout: Layout, pool: SharedPool, part: int
+    ) -> Auditor | None:
         if self.options.audit is None:
             return None
-        connector = own_connector(_connector(), self)
-        config, vllm_config = (
-            getattr(connector, name, None) for name in ("_kv_cache_config", "_vllm_config")
-        )
         types: list[str | None] = [None] * len(layout.regions)
-        if config is not None and vllm_config is not None:
-            types = value_types(config, str(vllm_config.cache_config.cache_dtype))
+        if (config := getattr(connector, "_kv_cache_config", None)) is not None:
+            types = value_types(config, str(connector._vllm_config.cache_config.cache_dtype))
         return Auditor(kv_caches, layout, pool, part, types)
 
-    def _fences_come_late(self) -> bool:
-        connector = own_connector(_connector(), self)
+    def _fences_come_late(self, connector: Any) -> bool:
         late = fences_come_late(
             getattr(connector, "_vllm_config", None),
             getattr(connector, "_kv_cache_config", None),
@@ -178,12 +168,6 @@ class KVOffloadSpec(OffloadingSpec):
                 "stores are dropped (docs/vllm.md)"
             )
         return late
-
-    def _open_tiers(self, block_bytes: int, key_bytes: int) -> list[SecondaryTier]:
-        self._missing.clear()
-        producer = Producer.of(self.facts, self._vllm_config, sees_requests=self._sees_requests)
-        owner = tier_owner(producer, self.facts, block_bytes, key_bytes, self._missing)
-        return open_tiers(usable_tiers(producer, self.options.tiers, self._missing), owner)
 
     def _attach(self, member: int, part_bytes: int) -> SharedPool:
         return SharedPool.attach(

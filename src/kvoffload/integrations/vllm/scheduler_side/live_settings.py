@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from kvoffload.core.plans import ON_DEVICE_EVICTION
@@ -14,11 +15,11 @@ from kvoffload.core.quotas import ONE_OWNER
 from kvoffload.core.tenants import check_quotas
 from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm.shared.logs import logger
+from kvoffload.integrations.vllm.shared.options import VLLMOptions
 from kvoffload.integrations.vllm.shared.tenants import Tenants
 from kvoffload.settings.read import Size
 from kvoffload.settings.watched import WatchedFile
 from kvoffload.tiering.tiered_manager import AnyManager
-from kvoffload.tiers.spec import TierOptions
 
 NUM_BLOCKS = 512
 """Blocks that a change of policy or size processes in a step, in less than a millisecond."""
@@ -47,25 +48,14 @@ class LiveSettings:
 
     Args:
         path: the file. It need not exist.
-        policy, store: policy and store mode at the engine's start.
-        ram_bytes: bytes of RAM at the engine's start.
-        tiers: the tiers behind RAM.
+        options: the options at the engine's start.
         clock: monotonic seconds.
 
     Thread: the scheduler's.
     """
 
-    def __init__(
-        self,
-        path: str,
-        policy: str,
-        store: str,
-        ram_bytes: int,
-        tiers: Sequence[TierOptions] = (),
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._path, self._first_policy, self._store = path, policy, store
-        self._ram_bytes, self._tiers, self._clock = ram_bytes, tiers, clock
+    def __init__(self, path: str, options: VLLMOptions, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path, self._options, self._clock = path, options, clock
         self._manager: AnyManager | None = None
 
     def apply_to(self, manager: AnyManager) -> None:
@@ -74,9 +64,10 @@ class LiveSettings:
         `manager`: a manager with the policy of the engine's start.
         """
         self._manager = manager
-        self._policy = self._wanted = self._first_policy
+        self._policy = self._wanted = self._options.policy
         self._file = WatchedFile(self._path, LiveOptions, self._clock)
-        self._preparation: _Preparation | None = None
+        self._prepared_policy = ""
+        self._preparation: Future[PolicyChange] | None = None
         self._is_changing = self._is_resizing = False
         self._num_blocks = manager.capacity_blocks
 
@@ -105,8 +96,9 @@ class LiveSettings:
             return has_resized
         has_changed, self._is_changing = self._is_changing, False
         if self._preparation is None and self._wanted != self._policy:
-            self._preparation = _Preparation(self._manager, self._wanted)
-        elif self._preparation is not None and self._preparation.is_done:
+            self._prepared_policy = self._wanted
+            self._preparation = _begin_to_prepare(self._manager, self._wanted)
+        elif self._preparation is not None and self._preparation.done():
             self._begin(self._manager, self._preparation)
         return has_changed or has_resized
 
@@ -114,11 +106,11 @@ class LiveSettings:
         """Set the quotas and begin to resize. A `ConfigError` changes nothing."""
         tenants, quotas, num_blocks = options.tenants, None, None
         if tenants is not None:
-            if self._store == ON_DEVICE_EVICTION and tenants.quotas:
+            if self._options.store == ON_DEVICE_EVICTION and tenants.ram:
                 raise ConfigError("tenants", str(tenants), ONE_OWNER)
-            for problem in tenants.wrong_tiers(self._tiers):
+            for problem in tenants.wrong_tiers(self._options.tiers):
                 raise problem
-            quotas = tenants.in_blocks(self._ram_bytes, manager.capacity_blocks)
+            quotas = tenants.in_blocks(self._options.ram_bytes, manager.capacity_blocks)
         if options.ram is not None:
             num_blocks = self._blocks_of(options.ram, manager.capacity_blocks)
         if quotas is not None and num_blocks is not None:
@@ -129,7 +121,7 @@ class LiveSettings:
         try:
             if tenants is not None and quotas is not None:
                 manager.set_tenants(quotas)
-                tenants.set_tiers(manager, self._tiers)
+                tenants.set_tiers(manager, self._options.tiers)
                 logger.info("kvoffload: %s: tenants with quotas: %s", self._path, str(tenants) or "none")
         except ConfigError:
             self._resize(manager, before)
@@ -145,18 +137,21 @@ class LiveSettings:
 
     def _blocks_of(self, ram_bytes: int, capacity_blocks: int) -> int:
         """Convert bytes of RAM to blocks. Raises `ConfigError` for 0 or more than `capacity_blocks`."""
-        num_blocks = ram_bytes * capacity_blocks // self._ram_bytes
+        most_bytes = self._options.ram_bytes
+        num_blocks = ram_bytes * capacity_blocks // most_bytes
         if not 0 < num_blocks <= capacity_blocks:
-            why = f"allowed: from one block to the {self._ram_bytes} bytes with which the engine has started"
+            why = f"allowed: from one block to the {most_bytes} bytes with which the engine has started"
             raise ConfigError("ram", ram_bytes, why)
         return num_blocks
 
-    def _begin(self, manager: AnyManager, preparation: _Preparation) -> None:
+    def _begin(self, manager: AnyManager, preparation: Future[PolicyChange]) -> None:
         """Begin the prepared change, unless the user has requested a different policy in the meantime."""
         self._preparation = None
-        if preparation.policy != self._wanted:
+        if self._prepared_policy != self._wanted:
             return
         try:
+            if (error := preparation.exception()) is not None:
+                raise ConfigError("policy", self._wanted, f"it cannot be prepared: {error}")
             manager.begin_policy_change(preparation.result())
         except Exception as error:  # a policy of the user may raise anything
             logger.error("kvoffload: %s: the policy stays %s: %s", self._path, self._policy, error)
@@ -166,28 +161,15 @@ class LiveSettings:
             self._policy, self._is_changing = self._wanted, True
 
 
-class _Preparation:
-    """A thread that prepares a new policy. `policy`: the policy's name."""
+def _begin_to_prepare(manager: AnyManager, policy: str) -> Future[PolicyChange]:
+    """Prepare a policy on a daemon thread, which does not delay the end of the process."""
+    future = Future[PolicyChange]()
 
-    def __init__(self, manager: AnyManager, policy: str) -> None:
-        self._manager, self.policy = manager, policy
-        self._change: PolicyChange | None = None
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="kvoffload-policy", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_done(self) -> bool:
-        return not self._thread.is_alive()
-
-    def result(self) -> PolicyChange:
-        """Return the prepared change. Raises `ConfigError` if the preparation has failed."""
-        if self._change is None:
-            raise ConfigError("policy", self.policy, f"it cannot be prepared: {self._error}")
-        return self._change
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            self._change = self._manager.prepare_policy_change(self.policy)
+            future.set_result(manager.prepare_policy_change(policy))
         except Exception as error:
-            self._error = error
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="kvoffload-policy", daemon=True).start()
+    return future

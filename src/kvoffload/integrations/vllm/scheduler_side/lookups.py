@@ -16,7 +16,7 @@ from vllm.v1.kv_offload.base import LookupResult as VLLMResult
 from kvoffload.core.plans import LookupResult
 from kvoffload.core.request import RequestContext
 from kvoffload.integrations.vllm.scheduler_side.verification import Checks, Verifier
-from kvoffload.tiering.tiered_manager import AnyManager
+from kvoffload.tiering.tiered_manager import AnyManager, TieredManager
 
 BEFORE_ANY_STEP = -1
 _FIRST_REACH, _LONGEST_REACH = 16, 4096
@@ -39,7 +39,7 @@ class Request:
         was_preempted: True if the request was preempted. vLLM does not report in which step the request
             resumes.
         pending_since_s: time of the first lookup of a block that another engine is writing, in monotonic
-            seconds; None before such a lookup.
+            seconds; None before this lookup.
         is_audited: True if the request is computed although RAM holds its blocks; None before the first hit.
         num_skipped: number of leading blocks that were not looked up; -1: unknown.
         asked_end: position after the last looked-up block; -1: unknown.
@@ -90,15 +90,10 @@ class Lookups:
     """
 
     def __init__(
-        self,
-        manager: AnyManager,
-        verifier: Verifier | None,
-        *,
-        tiered: bool,
-        deadline_s: float | None = None,
+        self, manager: AnyManager, verifier: Verifier | None, deadline_s: float | None = None
     ) -> None:
-        self._manager, self._verifier, self._tiered = manager, verifier, tiered
-        self._deadline_s = deadline_s
+        self._manager, self._verifier, self._deadline_s = manager, verifier, deadline_s
+        self._tiered = isinstance(manager, TieredManager)
         self.ahead: list[bytes] = []
         self._ahead_of: Request | None = None
 

@@ -37,29 +37,34 @@ from kvoffload.integrations.vllm.scheduler_side.lookups import (
     path_of,
     positions_of,
 )
-from kvoffload.integrations.vllm.scheduler_side.metrics import Metrics
-from kvoffload.integrations.vllm.scheduler_side.misses import Asked, Misses, Reach
+from kvoffload.integrations.vllm.scheduler_side.metrics import (
+    Metrics,
+    value_of_reach,
+    values_of_audits,
+    values_of_what_if,
+)
+from kvoffload.integrations.vllm.scheduler_side.misses import LookupRecord, Misses, Reach
 from kvoffload.integrations.vllm.scheduler_side.recording import call_recorder
-from kvoffload.integrations.vllm.scheduler_side.verification import Checks, Verifier
-from kvoffload.integrations.vllm.shared.logs import logger, rate_limited_log
-from kvoffload.integrations.vllm.shared.node_pool import USUAL_KEY_BYTES
+from kvoffload.integrations.vllm.scheduler_side.verification import Verifier
+from kvoffload.integrations.vllm.shared.logs import logger
 from kvoffload.integrations.vllm.shared.options import ALWAYS, DROP, STOP, VLLMOptions
 from kvoffload.integrations.vllm.shared.pool import SharedPool
 from kvoffload.integrations.vllm.shared.tiers import (
     DISK,
     EXTERNAL,
     HOST,
+    USUAL_KEY_BYTES,
+    EngineTiers,
     PoolMemory,
     is_named,
     leave_out_tiers,
-    log_unreached_tiers,
 )
 from kvoffload.integrations.vllm.worker_side.slots_spec import SlotsSpec, slots_per_group
-from kvoffload.metrics.counts import tier_counts, tier_tenants
+from kvoffload.metrics.counts import Value
 from kvoffload.node.node_manager import NodeManager
 from kvoffload.node.pool_directory import PoolDirectory
 from kvoffload.tiering.tiered_manager import AnyManager, TieredManager
-from kvoffload.tiers.contract import SecondaryTier
+from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from kvoffload.whatif import Shadows
 from kvoffload.whatif.live_shadows import LiveShadows, usual_one_in
 
@@ -116,15 +121,13 @@ class KVOffloadManager(OffloadingManager):
     Args:
         tokens_per_block: tokens in a block, for events.
         blocks_per_chunk: engine blocks in a slot.
-        open_tiers: opens the tiers behind RAM; called with the bytes of a block and of a key. None: no tiers.
-        missing_tiers: places of tiers that could not be opened. A reset does not reach these tiers.
+        tiers: the tiers behind RAM; None: no tiers.
         node_pool: the pool that this engine shares with other engines; None: the engine has its own pool.
 
     Attributes:
         core: the manager that decides.
         broken: True after an internal error, or after a difference in an audit with ``on_difference``
             ``stop``. Nothing is offloaded until the next reset.
-        num_lost: number of blocks that the device dropped before they could be offered.
         audits: the audits of stored blocks; None if no audit is configured.
         options: the options of the engine.
         pool: the memory of RAM's slots.
@@ -141,22 +144,20 @@ class KVOffloadManager(OffloadingManager):
         enable_events: bool = False,
         tokens_per_block: int = 0,
         blocks_per_chunk: int = 1,
-        open_tiers: Callable[[int, int], list[SecondaryTier]] | None = None,
-        missing_tiers: Sequence[str] = (),
+        tiers: EngineTiers | None = None,
         node_pool: PoolDirectory | None = None,
     ) -> None:
         self.broken = False
-        self.num_lost = 0
         self.metrics = Metrics()
-        self._log, self._events = rate_limited_log(), Events()
+        self._log, self._events = RateLimitedLog(logger.name), Events()
         self.options, self.pool, self._sealing = options, pool, options.verification == ALWAYS
         self._node_pool = node_pool
         self._enable_events, self._tokens_per_block = enable_events, tokens_per_block
         self._blocks_per_chunk = blocks_per_chunk
-        self._open_tiers, self._missing_tiers = open_tiers, missing_tiers
+        self._tiers = tiers
         self._arrivals: dict[str, Arrival] = {}
         self._requests: dict[str, Request] = {}
-        self._asked_again: list[Request] = []
+        self._looked_up_early: list[Request] = []
         self._step = 0
         self._loads: InFlight[LoadPlan] = InFlight()
         self._stores: InFlight[StorePlan] = InFlight()
@@ -169,9 +170,7 @@ class KVOffloadManager(OffloadingManager):
         self._call_recorder = call_recorder(options)
         self._live: LiveSettings | None = None
         if options.live_settings is not None:
-            self._live = LiveSettings(
-                options.live_settings, options.policy, options.store, options.ram_bytes, options.tiers
-            )
+            self._live = LiveSettings(options.live_settings, options)
         self.what_if: LiveShadows | None = None
         self._build(USUAL_KEY_BYTES)
 
@@ -200,16 +199,11 @@ class KVOffloadManager(OffloadingManager):
         if self._tiered is not None:
             self._tiered.close()
             self._tiered = None
-        if self._open_tiers is not None and key_bytes != USUAL_KEY_BYTES:
-            logger.error(
-                "kvoffload: no tiers behind RAM: keys have %d bytes, and tiers need keys of %d bytes; set "
-                "--prefix-caching-hash-algo sha256 or sha256_cbor", key_bytes, USUAL_KEY_BYTES
-            )  # fmt: skip
-        elif self._open_tiers is not None and (tiers := self._open_tiers(pool.slot_stride, key_bytes)):
+        if self._tiers is not None and (opened := self._tiers.open(pool.slot_stride, key_bytes)):
             self._tiered = TieredManager(
                 pool.num_slots,
                 ram=PoolMemory(pool, self._sealing),
-                tiers=tiers,
+                tiers=opened,
                 deadline_s=options.tier_deadline_s,
                 recompute_s_per_block=self._recompute_s_per_block(),
                 make_ram_manager=make_ram_manager,
@@ -232,10 +226,7 @@ class KVOffloadManager(OffloadingManager):
         if options.audit is not None:
             self.audits = Audits(options.audit, self.core, pool)
         self._lookups = Lookups(
-            self.core,
-            self._verifier,
-            tiered=self._tiered is not None,
-            deadline_s=None if self._node_pool is None else options.tier_deadline_s,
+            self.core, self._verifier, None if self._node_pool is None else options.tier_deadline_s
         )
 
     def _shadows(self, policy: str) -> Shadows:
@@ -360,7 +351,7 @@ class KVOffloadManager(OffloadingManager):
             self._build(len(first))
 
     def _release(self, request: Request) -> None:
-        if self._verifier is not None and request.checks.by_key:
+        if self._verifier is not None:
             self._verifier.release(request.checks)
 
     # ---- lookup
@@ -372,7 +363,7 @@ class KVOffloadManager(OffloadingManager):
             ahead.pop()
             return VLLMResult.HIT
         if self.broken or self._is_kept_out(req_context):
-            self._asked_in_vain(req_context).singles[key] = False
+            self._record_of_miss(req_context).singles[key] = False
             return VLLMResult.MISS
         # `contained`, inlined: vLLM calls this for each block, and a wrapper costs as much as the lookup.
         try:
@@ -380,15 +371,15 @@ class KVOffloadManager(OffloadingManager):
             if request.may_run(self._step):
                 # The request was preempted, perhaps by a reset before this step. vLLM crashes if one step
                 # both reports the preemption and begins a load of the request (docs/upstream.md).
-                self._asked_again.append(request)
+                self._looked_up_early.append(request)
                 return VLLMResult.RETRY
             answer = self._lookups.block(key, request)
             if request.was_preempted:
                 request.begun_step = self._step
-            asked = self._misses.asked(self._step, req_context, request)
+            record = self._misses.record_of(self._step, req_context, request)
             if answer is VLLMResult.HIT and self._audited(request, req_context.req_id, (key,)):
-                answer, asked.reason = VLLMResult.MISS, AUDIT
-            asked.singles[key] = answer is VLLMResult.HIT
+                answer, record.reason = VLLMResult.MISS, AUDIT
+            record.singles[key] = answer is VLLMResult.HIT
             return answer
         except Exception:
             self.stop_after_error("lookup")
@@ -398,7 +389,7 @@ class KVOffloadManager(OffloadingManager):
         """Return the number of ready leading blocks, and True if the next block may soon be ready."""
         if self.broken or self._is_kept_out(req_context):
             if keys:
-                self._asked_in_vain(req_context).prefixes.setdefault(keys[0][-4:], (keys, 0))
+                self._record_of_miss(req_context).prefixes.setdefault(keys[0][-4:], (keys, 0))
             return 0, False
         return self._lookup_prefix(keys, req_context)
 
@@ -408,18 +399,18 @@ class KVOffloadManager(OffloadingManager):
         if request.may_run(self._step):
             request.wait_again(self._step)
         num_ready, wait = self._lookups.prefix(keys, request)
-        asked = self._misses.asked(self._step, req_context, request)
+        record = self._misses.record_of(self._step, req_context, request)
         if num_ready and not wait and self._audited(request, req_context.req_id, keys):
-            num_ready, asked.reason = 0, AUDIT
+            num_ready, record.reason = 0, AUDIT
         if keys:
-            asked.prefixes.setdefault(keys[0][-4:], (keys, num_ready))
+            record.prefixes.setdefault(keys[0][-4:], (keys, num_ready))
         return num_ready, wait
 
-    def _asked_in_vain(self, req_context: Any) -> Asked:
+    def _record_of_miss(self, req_context: Any) -> LookupRecord:
         """Return the record of a lookup that must miss, with the reason."""
-        asked = self._misses.asked(self._step, req_context)
-        asked.reason = PAUSED if self.broken else KEPT_OUT
-        return asked
+        record = self._misses.record_of(self._step, req_context)
+        record.reason = PAUSED if self.broken else KEPT_OUT
+        return record
 
     def _audited(self, request: Request, request_id: str, keys: Collection[bytes]) -> bool:
         """Return True if this request, which has a hit, is audited. vLLM must then compute the blocks."""
@@ -496,11 +487,9 @@ class KVOffloadManager(OffloadingManager):
         positions = positions_of(req_context)
         places = [positions.get(key, 0) for key in offered]
         audited = None if self.audits is None else self.audits.pin(offered)
-        if places == sorted(places):
-            plan = self.core.prepare_store(offered, request.ctx)
-            return self._output_of(plan, offered, None, audited, req_context.req_id)
-        order = np.argsort(places, kind="stable")
-        plan = self.core.prepare_store([offered[row] for row in order.tolist()], request.ctx)
+        order = None if places == sorted(places) else np.argsort(places, kind="stable")
+        ordered = offered if order is None else [offered[row] for row in order.tolist()]
+        plan = self.core.prepare_store(ordered, request.ctx)
         return self._output_of(plan, offered, order, audited, req_context.req_id)
 
     def _output_of(
@@ -608,9 +597,7 @@ class KVOffloadManager(OffloadingManager):
         Blocks in RAM are then no longer duplicates. Absent blocks count as lost.
         """
         self._fit_to(keys)
-        lost = self.core.keep(keys)
-        self.num_lost += lost
-        self.metrics.counts["lost_blocks"] += lost
+        self.metrics.counts["lost_blocks"] += self.core.keep(keys)
 
     # ---- steps, resets, reports
 
@@ -645,9 +632,9 @@ class KVOffloadManager(OffloadingManager):
                 arrival.ran_unasked = False
             if (request := self._requests.get(request_id)) is not None:
                 request.wait_again(self._step)
-        for request in self._asked_again:
+        for request in self._looked_up_early:
             request.wait_again(self._step)
-        self._asked_again.clear()
+        self._looked_up_early.clear()
         self._step += 1
         if self.what_if is not None:
             self.what_if.work()
@@ -665,7 +652,8 @@ class KVOffloadManager(OffloadingManager):
         data.
         """
         self.broken = False
-        log_unreached_tiers(self._missing_tiers)
+        if self._tiers is not None:
+            self._tiers.log_unreached()
         self._forget()
 
     @_contained(None)
@@ -677,7 +665,6 @@ class KVOffloadManager(OffloadingManager):
             plans += self.audits.reset()
         for request in self._requests.values():
             self._release(request)
-            request.checks = Checks()
         if self._verifier is not None:
             self._verifier.reset()
         for request_id in self._requests.keys() - self._arrivals.keys():
@@ -719,36 +706,21 @@ class KVOffloadManager(OffloadingManager):
         """Return the changed metrics; None if no report is due. vLLM calls this in every step."""
         if not self.metrics.is_due(time.monotonic(), is_idle=not self._arrivals):
             return None
-        misses = self._misses.take(None if self.broken else self.core)
-        self.metrics.add_misses(*misses)
-        taken = self._take_stats()
-        if taken is None:  # stopped: the reason is still reported
-            taken = self.metrics.take()
-            self._add_audits(taken)
-        self.metrics.show_paused(taken, self.broken)
-        return taken
-
-    @_contained(None)
-    def _take_stats(self) -> Any:
-        counters = self.core.counters()
-        taken = self.metrics.take(counters)
-        self.metrics.show(taken, counters, self.core.policy)
-        self.metrics.show_reach(taken, self._reach.seconds(self.core.miss_record, time.monotonic()))
-        self._add_audits(taken)
-        has_tenants = self.options.tenants is not None or self._live is not None
-        if has_tenants or self._node_pool is not None:
-            self.metrics.add_tenants(taken, self.core.stats().tenants)
-            if self._tiered is not None:
-                self.metrics.show_tier_tenants(taken, tier_tenants(self._tiered))
-        if self.what_if is not None:
-            self.metrics.show_what_if(taken, self.what_if.due(time.monotonic()))
-        if self._tiered is not None:
-            self.metrics.add_tiers(taken, tier_counts(self._tiered), self._tiered.counts)
-        return taken
-
-    def _add_audits(self, taken: Any) -> None:
+        of_manager = self._values_of_manager()  # first, because an error pauses offloading
+        self.metrics.counts["lookup_blocks"] = self._misses.num_lookups
+        values = [*of_manager, *self.metrics.of_adapter(self._misses.by_reason(self.core), self.broken)]
         if self.audits is not None:
-            self.metrics.add_audits(taken, self.audits.num_requests, self.audits.results, self.audits.largest)
+            values += values_of_audits(self.audits)
+        return self.metrics.take(values)
+
+    @_contained(())
+    def _values_of_manager(self) -> Sequence[Value]:
+        now_s = time.monotonic()
+        values = [*self.metrics.of_manager(self.core)]
+        values.append(value_of_reach(self._reach.seconds(self.core.miss_record, now_s)))
+        if self.what_if is not None:
+            values += values_of_what_if(self.what_if.due(now_s))
+        return values
 
     def shutdown(self) -> None:
         """Close the tiers and the pool, and end the threads of the shadows and the verifier."""

@@ -22,7 +22,7 @@ _MOST_SAMPLES = 256
 
 
 @dataclass(eq=False, slots=True)
-class Asked:
+class LookupRecord:
     """The blocks that a request has looked up in one step.
 
     Attributes:
@@ -51,36 +51,36 @@ class Misses:
         usual_reason: in a model with one KV group, the reason of blocks that were ready but not loaded.
 
     Attributes:
-        num_lookups: looked-up blocks since the last report.
-        counts: missed blocks by reason since the last report, without the manager's counts.
+        num_lookups: looked-up blocks since the start.
+        counts: missed blocks by reason since the start, without the manager's counts.
 
     Thread: the scheduler's. Cost: a microsecond for each request, and `count_misses` for each missed block.
     """
 
     def __init__(self, usual_reason: str) -> None:
         self._usual_reason = usual_reason
-        self._asked: dict[str, Asked] = {}
+        self._records: dict[str, LookupRecord] = {}
         self._begun: list[str] = []
         self.num_lookups = 0
         self.counts: Counter[str] = Counter()
         self._manager_before: Counter[str] = Counter()
 
-    def asked(self, step: int, context: Any, request: Request | None = None) -> Asked:
+    def record_of(self, step: int, context: Any, request: Request | None = None) -> LookupRecord:
         """Return the record of a request's lookups in this step. Drops the record of an earlier step."""
-        asked = self._asked.get(context.req_id)
-        if asked is None or asked.step != step:
-            asked = self._asked[context.req_id] = Asked(step, request, context)
-        return asked
+        record = self._records.get(context.req_id)
+        if record is None or record.step != step:
+            record = self._records[context.req_id] = LookupRecord(step, request, context)
+        return record
 
     def load(self, request_id: str, keys: Sequence[bytes]) -> None:
         """Record a load. The request begins in this step."""
-        if (asked := self._asked.get(request_id)) is not None:
-            asked.loaded = keys
+        if (record := self._records.get(request_id)) is not None:
+            record.loaded = keys
             self._begun.append(request_id)
 
     def begins(self, request_id: str) -> None:
         """Record that a request begins in this step."""
-        if request_id in self._asked:
+        if request_id in self._records:
             self._begun.append(request_id)
 
     def count_begun(self, manager: AnyManager | None, request_ids: Iterable[str] = ()) -> None:
@@ -90,22 +90,16 @@ class Misses:
         """
         begun, self._begun = self._begun, []
         for request_id in (*begun, *request_ids):
-            if (asked := self._asked.pop(request_id, None)) is not None:
-                self._count(asked, manager)
+            if (record := self._records.pop(request_id, None)) is not None:
+                self._count(record, manager)
 
     def forget(self, request_id: str) -> None:
         """Forget the lookups of a request that has ended."""
-        self._asked.pop(request_id, None)
+        self._records.pop(request_id, None)
 
-    def take(self, manager: AnyManager | None) -> tuple[int, Counter[str]]:
-        """Return two counts since the last call: looked-up blocks, and missed blocks by reason."""
-        num_lookups, self.num_lookups = self.num_lookups, 0
-        counts, self.counts = self.counts, Counter()
-        if manager is not None:
-            total = Counter(by_reason(manager.miss_counts))
-            counts += total - self._manager_before
-            self._manager_before = total
-        return num_lookups, counts
+    def by_reason(self, manager: AnyManager) -> Counter[str]:
+        """Return the missed blocks by reason since the start."""
+        return self.counts + Counter(by_reason(manager.miss_counts)) - self._manager_before
 
     def attach(self, manager: AnyManager) -> None:
         """Report the misses of a new manager from now on. The manager's earlier misses do not count."""
@@ -113,24 +107,24 @@ class Misses:
 
     # ---- inside
 
-    def _count(self, asked: Asked, manager: AnyManager | None) -> None:
-        rest = _rest_of_path(asked)
-        num_asked = _num_asked(asked) if rest is None else rest[1]
-        num_loaded, num_missed = len(asked.loaded), 0
-        reason = asked.reason or (self._usual_reason if rest is not None else BEHIND_A_GAP)
+    def _count(self, record: LookupRecord, manager: AnyManager | None) -> None:
+        span = _rest_of_path(record)
+        num_looked_up = _num_looked_up(record) if span is None else span[1]
+        num_loaded, num_missed = len(record.loaded), 0
+        reason = record.reason or (self._usual_reason if span is not None else BEHIND_A_GAP)
         if manager is None:
             reason = PAUSED
-        elif asked.request is not None and rest is not None:
-            asked.request.num_skipped, asked.request.asked_end = rest[0], sum(rest)
-            num_missed = _count_rest(asked, manager, *rest)
-        elif asked.request is not None:
+        elif record.request is not None and span is not None:
+            record.request.num_skipped, record.request.asked_end = span[0], sum(span)
+            num_missed = _count_rest(record, manager, *span)
+        elif record.request is not None:
             # The path of several KV groups, before any block is computed.
-            asked.request.num_skipped, asked.request.asked_end = -1, asked.request.ctx.length
-            for keys in _missing(asked):
-                num_missed += manager.count_misses(asked.request.ctx, 0, keys)
-        self.num_lookups += max(num_asked, num_loaded + num_missed)
-        if num_asked > num_loaded + num_missed:
-            self.counts[reason] += num_asked - num_loaded - num_missed
+            record.request.num_skipped, record.request.asked_end = -1, record.request.ctx.length
+            for keys in _missing(record):
+                num_missed += manager.count_misses(record.request.ctx, 0, keys)
+        self.num_lookups += max(num_looked_up, num_loaded + num_missed)
+        if num_looked_up > num_loaded + num_missed:
+            self.counts[reason] += num_looked_up - num_loaded - num_missed
 
 
 class Reach:
@@ -157,45 +151,45 @@ class Reach:
         return now_s - samples[0][1]
 
 
-def _rest_of_path(asked: Asked) -> tuple[int, int] | None:
+def _rest_of_path(record: LookupRecord) -> tuple[int, int] | None:
     """Return the path position of the first looked-up block, and the number of looked-up blocks.
 
     If blocks were looked up one by one, the number includes all later blocks of the path. Returns None if the
     path is unknown or has several KV groups.
     """
-    positions = positions_of(asked.context)
-    if not positions or len(asked.prefixes) > 1 or (asked.prefixes and asked.singles):
+    positions = positions_of(record.context)
+    if not positions or len(record.prefixes) > 1 or (record.prefixes and record.singles):
         return None
     size = positions[next(iter(positions))]
-    first = next(iter(asked.singles), None)
-    num_asked = None
-    for keys, _ in asked.prefixes.values():
-        first, num_asked = keys[0], len(keys)
+    first = next(iter(record.singles), None)
+    num_looked_up = None
+    for keys, _ in record.prefixes.values():
+        first, num_looked_up = keys[0], len(keys)
     is_one_group = size > 0 and positions[next(reversed(positions))] == size * len(positions)
     if not is_one_group or first not in positions:
         return None
     start = positions[first] // size - 1
-    return start, num_asked or len(positions) - start
+    return start, num_looked_up or len(positions) - start
 
 
-def _count_rest(asked: Asked, manager: AnyManager, start: int, count: int) -> int:
+def _count_rest(record: LookupRecord, manager: AnyManager, start: int, count: int) -> int:
     """Count the misses among `count` blocks of the path from position `start`. Skips the loaded blocks."""
-    assert asked.request is not None
-    ctx, skipped = asked.request.ctx, start + len(asked.loaded)
+    assert record.request is not None
+    ctx, skipped = record.request.ctx, start + len(record.loaded)
     if ctx.length == start + count:
         return manager.count_misses(ctx, skipped)
     # The path has grown since the first lookup, or the lookup was limited.
-    return manager.count_misses(ctx, 0, list(islice(positions_of(asked.context), skipped, start + count)))
+    return manager.count_misses(ctx, 0, list(islice(positions_of(record.context), skipped, start + count)))
 
 
-def _num_asked(asked: Asked) -> int:
-    prefixes = sum(len(keys) for keys, _ in asked.prefixes.values())
+def _num_looked_up(record: LookupRecord) -> int:
+    prefixes = sum(len(keys) for keys, _ in record.prefixes.values())
     # Blocks that were looked up ahead have no entry.
-    ahead = 0 if asked.prefixes else sum(key not in asked.singles for key in asked.loaded)
-    return prefixes + len(asked.singles) + ahead
+    ahead = 0 if record.prefixes else sum(key not in record.singles for key in record.loaded)
+    return prefixes + len(record.singles) + ahead
 
 
-def _missing(asked: Asked) -> list[list[bytes]]:
+def _missing(record: LookupRecord) -> list[list[bytes]]:
     """Return the looked-up blocks that were not ready: a list for each prefix, then the single blocks."""
-    singles = [key for key, is_hit in asked.singles.items() if not is_hit]
-    return [keys[num_ready:] for keys, num_ready in asked.prefixes.values()] + [singles]
+    singles = [key for key, is_hit in record.singles.items() if not is_hit]
+    return [keys[num_ready:] for keys, num_ready in record.prefixes.values()] + [singles]

@@ -6,34 +6,33 @@ Owns the pending checks, and the pins that keep a verified block unchanged until
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-
-import numpy as np
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 from kvoffload.core.plans import LoadPlan, LookupResult
 from kvoffload.core.request import RequestContext
+from kvoffload.core.slots import SlotArray
 from kvoffload.errors import GoneError
+from kvoffload.integrations.vllm.shared.logs import logger
 from kvoffload.integrations.vllm.shared.pool import SharedPool
 from kvoffload.tiering.tiered_manager import AnyManager, TieredManager
 from kvoffload.tiers.contract import Checksums
+from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
 
-@dataclass(eq=False)
-class _Check:
-    """The check of a block for a request. The block is pinned from the first lookup until `release`."""
+class _Check(NamedTuple):
+    """The check of a block for a request. The plan pins the block from the first lookup until `release`."""
 
-    key: bytes
     plan: LoadPlan
-    digests: Checksums
-    sound: bool | None = None
+    is_sound: Future[bool]
+
+    @property
+    def found_damage(self) -> bool:
+        return self.is_sound.done() and not self.is_sound.result()
 
 
-@dataclass(eq=False)
-class Checks:
-    """The checks of one request."""
-
-    by_key: dict[bytes, _Check] = field(default_factory=dict)
+Checks = dict[bytes, _Check]
+"""The checks of one request, by key."""
 
 
 class Verifier:
@@ -52,12 +51,12 @@ class Verifier:
     def __init__(self, manager: AnyManager, pool: SharedPool, on_damage: Callable[[bytes], None]) -> None:
         self._manager, self._pool, self._on_damage = manager, pool, on_damage
         self._ram = manager.ram_manager if isinstance(manager, TieredManager) else manager
-        self._held = 0
+        self._held, self._log = 0, RateLimitedLog(logger.name)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvoffload-verify")
 
     def lookup(self, key: bytes, checks: Checks, ctx: RequestContext) -> LookupResult:
         """Return the state of a ready block for this request. Starts a check if the block has none."""
-        check = checks.by_key.get(key)
+        check = checks.get(key)
         if check is not None and self._manager.ready_slots_of([key])[0] != check.plan.slots[0]:
             # The block has left the cache, and was stored again in another slot.
             self._release(checks, key, damaged=False)
@@ -69,12 +68,12 @@ class Verifier:
                 plan = self._manager.prepare_load([key], ctx)
             except GoneError:
                 return LookupResult.MISS
-            check = checks.by_key[key] = _Check(key, plan, plan.keys.digests)
+            is_sound = self._thread.submit(self._verify, plan.slots, plan.keys.digests)
+            check = checks[key] = _Check(plan, is_sound)
             self._held += 1
-            self._thread.submit(self._verify, check)
-        if check.sound is None:
+        if not check.is_sound.done():
             return LookupResult.RETRY
-        if check.sound:
+        if check.is_sound.result():
             return LookupResult.HIT
         self._release(checks, key, damaged=True)
         self._on_damage(key)
@@ -85,8 +84,8 @@ class Verifier:
 
         Blocks with a pending check stay in RAM. The next request checks them again.
         """
-        for key in list(checks.by_key):
-            self._release(checks, key, damaged=checks.by_key[key].sound is False)
+        for key in list(checks):
+            self._release(checks, key, damaged=checks[key].found_damage)
 
     def reset(self) -> None:
         """Forget all checks. Call this after a reset: the plans of the checks are then void."""
@@ -97,14 +96,14 @@ class Verifier:
         self._thread.shutdown(cancel_futures=True)
 
     def _release(self, checks: Checks, key: bytes, *, damaged: bool) -> None:
-        check = checks.by_key.pop(key)
+        check = checks.pop(key)
         self._held -= 1
         self._manager.unpin(check.plan, damaged=[0] if damaged else [])
 
-    def _verify(self, check: _Check) -> None:
-        sound = False
+    def _verify(self, slots: SlotArray, digests: Checksums) -> bool:
         try:
-            sound = bool(np.all(self._pool.verify(check.plan.slots, check.digests)))
-        finally:
-            # Also set after an error, otherwise the request would wait forever.
-            check.sound = sound
+            return bool(self._pool.verify(slots, digests).all())
+        except Exception as error:
+            text = "kvoffload: a block cannot be verified, and counts as damaged: %s: %s"
+            self._log.error("verify", text, type(error).__name__, error)
+            return False

@@ -17,9 +17,6 @@ from kvoffload.integrations.vllm.shared.versions import SINCE_STEADY_KEYS, Engin
 from kvoffload.node.pool_directory import SHARED_MEMORY, PoolDirectory, log_other_pools
 from kvoffload.text import size
 
-USUAL_KEY_BYTES = 36
-"""Bytes of a key: a SHA-256 hash, and the number of the KV group. With another hash algorithm, the engine's
-first key determines the length."""
 _LONG_HASHES = ("sha256", "sha256_cbor")
 
 
@@ -38,14 +35,14 @@ def join_node_pool(
     """
     if not options.ram.shared:
         return None
-    if why := _why_not_shared(facts, vllm_config, sees_requests=sees_requests):
-        logger.error(
-            "kvoffload: RAM is NOT shared: %s; this engine has its own pool of %s",
-            why,
-            size(options.ram_bytes),
-        )
+    why, producer = _why_not_shared(facts, vllm_config), None
+    if not why:
+        producer = Producer.of(facts, vllm_config, sees_requests=sees_requests)
+        why = producer.not_kept(False)
+    if why or producer is None:
+        text = "kvoffload: RAM is NOT shared: %s; this engine has its own pool of %s"
+        logger.error(text, why, size(options.ram_bytes))
         return None
-    producer = Producer.of(facts, vllm_config, sees_requests=sees_requests)
     equal = {
         "policy": options.policy,
         "ram_bytes": options.ram_bytes,
@@ -57,7 +54,7 @@ def join_node_pool(
     return pool
 
 
-def _why_not_shared(facts: EngineFacts, vllm_config: Any, *, sees_requests: bool) -> str:
+def _why_not_shared(facts: EngineFacts, vllm_config: Any) -> str:
     """Return the reason why other processes cannot use this engine's blocks; "" if there is none."""
     if vllm_config is None:
         return "vLLM's configuration was not found, so blocks of another configuration could be served"
@@ -72,4 +69,4 @@ def _why_not_shared(facts: EngineFacts, vllm_config: Any, *, sees_requests: bool
         return "with worker_extension_cls the weights may change while the engine runs"
     if getattr(vllm_config.model_config, "enable_sleep_mode", False):
         return "with enable_sleep_mode the weights may change while the engine runs"
-    return Producer.of(facts, vllm_config, sees_requests=sees_requests).not_kept(False)
+    return ""

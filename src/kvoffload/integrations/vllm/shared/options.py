@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
@@ -24,6 +24,8 @@ from kvoffload.settings.layers import OF_ENGINES, gathered
 from kvoffload.settings.ram import Ram
 from kvoffload.settings.read import (
     Count,
+    CountOrNothing,
+    OneOf,
     Positive,
     Size,
     convert,
@@ -43,15 +45,10 @@ VERIFY = (ALWAYS, TIERS, NEVER)
 """Values of the option `verify`: verify all blocks, only blocks from tiers behind RAM, or no block."""
 POLICIES_MODULE = "kvoffload.integrations.vllm.policies"
 _SPEC, _SPEC_MODULE = "KVOffloadSpec", "kvoffload.integrations.vllm"
-_NotNegative: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 _Threshold: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 _TrackerSize: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_POSITIONS // 2)]
 """The same limits as those of the parameters of ``reuse``."""
-_Verify: TypeAlias = Literal["always", "tiers", "never"]
-
-
 COUNT, DROP, STOP = "count", "drop", "stop"
-_OnDifference: TypeAlias = Literal["count", "drop", "stop"]
 _Share: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 
 
@@ -67,8 +64,8 @@ class AuditOptions:
     """
 
     share: _Share = 0.0
-    first: _NotNegative = 0
-    on_difference: _OnDifference = "drop"
+    first: CountOrNothing = 0
+    on_difference: Annotated[str, OneOf((COUNT, DROP, STOP))] = DROP
 
     def __str__(self) -> str:
         return f"share={self.share:g},first={self.first},on_difference={self.on_difference}"
@@ -90,9 +87,8 @@ class _AuditParser:
             raise ConfigError(field, value, f"allowed: {self.allowed}")
         options = within(field, AuditOptions, given)
         if not options.share and not options.first:
-            raise ConfigError(
-                field, value, "it audits nothing: give share or first; allowed: " + self.allowed
-            )
+            why = f"it audits nothing: give share or first; allowed: {self.allowed}"
+            raise ConfigError(field, value, why)
         return options
 
 
@@ -172,7 +168,7 @@ class VLLMOptions:
     policy: PolicyName = DEFAULT_POLICY
     admission: AdmissionName = DEFAULT_ADMISSION
     store: StoreName = ON_COMPUTE
-    verify: _Verify | None = None
+    verify: Annotated[str, OneOf(VERIFY)] | None = None
     prompt_only: bool = True
     blocks_per_chunk: Count | None = None
     tokens_per_chunk: Count | None = field(default=None, metadata={"option": "block_size"})

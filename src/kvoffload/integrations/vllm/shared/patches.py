@@ -40,21 +40,16 @@ def watch_evictions(block_pool: Any, notify: Callable[[int, Any], None]) -> None
     block_pool._maybe_evict_cached_block = evict_and_notify
 
 
-def name_failed_loads(group: Any, spec: Any, worker: KVOffloadWorker) -> bool:
+def name_failed_loads(connector: Any | None, worker: KVOffloadWorker) -> bool:
     """Patch the connector of this process to report the requests whose loads have failed.
 
     vLLM's connector assumes that loads succeed. vLLM's engine handles reported failures by
     ``kv_load_failure_policy``: ``recompute`` computes the request again; ``fail``, vLLM's default, ends the
     request with an error. The engine continues in both cases.
 
-    Args:
-        group: the connector of the process, or a connector that combines several.
-        spec: the specification that created the worker. It identifies our connector.
-
-    Returns False if no connector here has the specification. A failed load is then reported as a failed job,
-    which stops the engine. Otherwise the engine would compute with missing bytes.
+    Returns False without a connector. A failed load is then reported as a failed job, which stops the engine.
+    Otherwise the engine would compute with missing bytes.
     """
-    connector = own_connector(group, spec)
     if connector is None:
         logger.warning("kvoffload: this engine cannot report failed loads; it stops if a load fails")
         return False
@@ -75,8 +70,7 @@ def own_connector(group: Any, spec: Any) -> Any | None:
 
     `group`: the connector of the process, or a connector that combines several.
     """
-    connectors = [group, *getattr(group, "_connectors", ())]
-    for connector in connectors:
+    for connector in (group, *getattr(group, "_connectors", ())):
         if getattr(getattr(connector, "connector_worker", None), "spec", None) is spec:
             return connector
     return None

@@ -6,10 +6,9 @@ Imports no vLLM, because the command line checks options on machines without vLL
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
-from kvoffload.core.quotas import ALLOWED, read_quotas
+from kvoffload.core.quotas import ALLOWED, Quotas, read_quotas
 from kvoffload.core.tenants import MAX_TENANTS, Quota
 from kvoffload.errors import ConfigError
 from kvoffload.settings.read import Size, convert, parse_size
@@ -19,32 +18,20 @@ if TYPE_CHECKING:
     from kvoffload.tiering.tiered_manager import AnyManager
 
 
-@dataclass(frozen=True)
-class QuotaBytes:
-    """The quota of a tenant in bytes. `max`: None for no limit."""
-
-    min: int = 0
-    max: int | None = None
-
-
-@dataclass(frozen=True)
-class TenantOptions:
-    """Quotas of RAM by tenant, and quotas of tiers by tier and tenant."""
-
-    quotas: Mapping[str, QuotaBytes] = field(default_factory=dict)
-    tiers: Mapping[str, Mapping[str, QuotaBytes]] = field(default_factory=dict)
+class TenantOptions(Quotas):
+    """Quotas in bytes."""
 
     def __str__(self) -> str:
-        return ", ".join(self.quotas)
+        return ", ".join(self.ram)
 
     @property
     def min_bytes(self) -> int:
-        """Sum of the minimums."""
-        return sum(quota.min for quota in self.quotas.values())
+        """Sum of the minimums of RAM."""
+        return sum(low for low, _ in self.ram.values())
 
     def in_blocks(self, ram_bytes: int, capacity_blocks: int) -> dict[str, Quota]:
         """Return the quotas of RAM in blocks of a pool, rounded down. A maximum is at least one block."""
-        return _in_blocks(self.quotas, ram_bytes, capacity_blocks)
+        return _in_blocks(self.ram, ram_bytes, capacity_blocks)
 
     def wrong_tiers(self, tiers: Sequence[TierOptions]) -> Iterator[ConfigError]:
         """Yield an error for each wrong quota of a tier.
@@ -63,9 +50,7 @@ class TenantOptions:
                 yield ConfigError(
                     "tenants", len(quotas), f"in a tier allowed: up to {MAX_TENANTS - 2} tenants"
                 )
-            elif sum(quota.min for quota in quotas.values()) > (
-                size := parse_size("capacity", tier.capacity)
-            ):
+            elif sum(low for low, _ in quotas.values()) > (size := parse_size("capacity", tier.capacity)):
                 yield ConfigError(
                     "tenants", f"tiers.{name}", f"the minimums exceed its capacity of {size} bytes"
                 )
@@ -85,17 +70,14 @@ class TenantOptions:
 
 
 def _in_blocks(
-    quotas: Mapping[str, QuotaBytes], capacity_bytes: int, capacity_blocks: int
+    quotas: Mapping[str, tuple[int, int | None]], capacity_bytes: int, capacity_blocks: int
 ) -> dict[str, Quota]:
     def blocks(num_bytes: int) -> int:
         return num_bytes * capacity_blocks // capacity_bytes
 
     return {
-        name: Quota(
-            blocks(quota.min),
-            None if quota.max is None else max(1, blocks(quota.min), blocks(quota.max)),
-        )
-        for name, quota in quotas.items()
+        name: Quota(blocks(low), None if high is None else max(1, blocks(low), blocks(high)))
+        for name, (low, high) in quotas.items()
     }
 
 
@@ -105,12 +87,7 @@ class _TenantsParser:
     def parse(self, field: str, value: object) -> TenantOptions:
         if isinstance(value, TenantOptions):
             return value
-        quotas = read_quotas(field, value, _bytes)
-        return TenantOptions(
-            {name: QuotaBytes(*quota) for name, quota in quotas.ram.items()},
-            {tier: {name: QuotaBytes(*quota) for name, quota in of_tier.items()}
-             for tier, of_tier in quotas.tiers.items()},
-        )  # fmt: skip
+        return TenantOptions(*read_quotas(field, value, _bytes))
 
 
 Tenants: TypeAlias = Annotated[TenantOptions, _TenantsParser()]

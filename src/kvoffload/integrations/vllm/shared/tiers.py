@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +23,14 @@ from kvoffload.integrations.vllm.shared.versions import SINCE_STEADY_KEYS, Engin
 from kvoffload.model.weights import files_of, weights_identity
 from kvoffload.structures.keys import Keys
 from kvoffload.tiering.tiered_manager import TieredManager
-from kvoffload.tiers.contract import Mask
-from kvoffload.tiers.spec import TierOptions, TierOwner
+from kvoffload.tiers.contract import Mask, SecondaryTier
+from kvoffload.tiers.spec import TierOptions, TierOwner, open_tiers
 from kvoffload.transfer import Blocks
 from kvoffload.transfer.engine import cpu_capability
 
+USUAL_KEY_BYTES = 36
+"""Bytes of a key: a SHA-256 hash, and the number of the KV group. With another hash algorithm, the engine's
+first key determines the length."""
 _NAMES_OF_WEIGHTS = ("model_weights", "revision")
 """Fields of vLLM's ``ModelConfig`` that name weights. Shared tiers identify weights by content instead."""
 _SLOT_LAYOUT = 1
@@ -77,30 +80,6 @@ class Producer:
         )
 
 
-def tier_owner(
-    producer: Producer, facts: EngineFacts, block_bytes: int, key_bytes: int, missing: list[str]
-) -> TierOwner:
-    """Return the engine as the owner of blocks in tiers.
-
-    Args:
-        missing: receives the places of tiers that cannot be opened. The engine logs an error and starts
-            without these tiers.
-    """
-
-    def on_unavailable(error: UnavailableError) -> None:
-        logger.error("kvoffload: the engine runs WITHOUT a tier behind RAM until its next start: %s", error)
-        missing.append(str(error.value))
-
-    return TierOwner(
-        block_bytes,
-        key_bytes,
-        fingerprint(producer),
-        facts.replica,
-        on_unavailable=on_unavailable,
-        shared_fingerprint=lambda name: shared_fingerprint(producer, name),
-    )
-
-
 def is_named(tier: TierOptions) -> bool:
     """Return True if the options name the weights (``salt`` or ``identity``).
 
@@ -109,32 +88,68 @@ def is_named(tier: TierOptions) -> bool:
     return bool(getattr(tier, "salt", "") or getattr(tier, "identity", ""))
 
 
-def usable_tiers(producer: Producer, tiers: Iterable[TierOptions], missing: list[str]) -> list[TierOptions]:
-    """Return the tiers whose blocks a later process can identify.
+class EngineTiers:
+    """The tiers behind an engine's RAM.
 
-    Logs an error for each other tier, and adds the tier's place to `missing`.
+    The engine starts without the tiers that cannot be opened, and without the tiers whose blocks a later
+    process could not identify. The log has an error for each such tier.
     """
-    usable = []
-    for tier in tiers:
-        if why := producer.not_kept(is_named(tier)):
+
+    def __init__(self, options: Sequence[TierOptions], facts: EngineFacts, producer: Producer) -> None:
+        self._options, self._facts, self._producer = options, facts, producer
+        self._unused: list[str] = []
+
+    def open(self, block_bytes: int, key_bytes: int, *, reports_paths: bool = True) -> list[SecondaryTier]:
+        """Open the tiers, from the fastest to the slowest. `reports_paths`: as in `TierOwner`."""
+        self._unused = []
+        if not self.accept(key_bytes):
+            return []
+        owner = TierOwner(
+            block_bytes,
+            key_bytes,
+            fingerprint(self._producer),
+            self._facts.replica,
+            reports_paths=reports_paths,
+            on_unavailable=self._leave_out,
+            shared_fingerprint=lambda name: shared_fingerprint(self._producer, name),
+        )
+        return open_tiers([tier for tier in self._options if self._is_usable(tier)], owner)
+
+    def accept(self, key_bytes: int) -> bool:
+        """Return True if tiers can keep keys of this length. Otherwise give up the tiers, with an error."""
+        if key_bytes != USUAL_KEY_BYTES:
+            self.give_up()
+            logger.error(
+                "kvoffload: no tiers behind RAM: keys have %d bytes, and tiers need keys of %d bytes; set "
+                "--prefix-caching-hash-algo sha256 or sha256_cbor", key_bytes, USUAL_KEY_BYTES
+            )  # fmt: skip
+        return key_bytes == USUAL_KEY_BYTES
+
+    def give_up(self) -> None:
+        """Record that the engine uses none of the tiers from now on."""
+        self._unused = [str(tier) for tier in self._options]
+
+    def log_unreached(self) -> None:
+        """Log the tiers that a reset of the cache does not reach, because the engine does not use them."""
+        for place in self._unused:
+            logger.error(
+                "kvoffload: this reset does not reach %s, which is not in use: delete its blocks, or old "
+                "blocks are served when the tier is in use again", place
+            )  # fmt: skip
+
+    def _leave_out(self, error: UnavailableError) -> None:
+        logger.error("kvoffload: the engine runs WITHOUT a tier behind RAM until its next start: %s", error)
+        self._unused.append(str(error.value))
+
+    def _is_usable(self, tier: TierOptions) -> bool:
+        if why := self._producer.not_kept(is_named(tier)):
             logger.error(
                 "kvoffload: the engine runs WITHOUT the tier %s: %s. To use the tier nevertheless, name the "
                 "weights with salt=NAME (disk) or identity=NAME (server), and change the name with them",
                 tier, why
             )  # fmt: skip
-            missing.append(str(tier))
-        else:
-            usable.append(tier)
-    return usable
-
-
-def log_unreached_tiers(missing: Iterable[str]) -> None:
-    """Log the tiers that a reset of the cache does not reach, because they could not be opened."""
-    for place in missing:
-        logger.error(
-            "kvoffload: this reset does not reach %s, which could not be opened: delete its blocks, or old "
-            "blocks are served when the tier is available again", place
-        )  # fmt: skip
+            self._unused.append(str(tier))
+        return not why
 
 
 HOST, DISK, EXTERNAL = "host", "disk", "external_unspecified"

@@ -71,7 +71,7 @@ class DeviceCopies:
                 result.transfer_time or 0.0,
                 None if result.success else OSError("the transfer failed"),
             )
-            for handler in (self._storing, self._loading)
+            for handler in self._directions
             for result in handler.get_finished()
         ]
 

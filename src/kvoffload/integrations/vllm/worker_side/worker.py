@@ -15,7 +15,7 @@ import numpy as np
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
 from kvoffload.core.slots import SlotArray
-from kvoffload.integrations.vllm.shared.logs import logger, rate_limited_log
+from kvoffload.integrations.vllm.shared.logs import logger
 from kvoffload.integrations.vllm.shared.pool import SharedPool
 from kvoffload.integrations.vllm.worker_side.auditor import Auditor
 from kvoffload.integrations.vllm.worker_side.copies import Copies
@@ -25,6 +25,7 @@ from kvoffload.integrations.vllm.worker_side.slots_spec import (
     without_torn_groups,
 )
 from kvoffload.structures.jit import compile_all
+from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
 
 @dataclass
@@ -79,7 +80,7 @@ class KVOffloadWorker(OffloadingWorker):
         self.failures_are_named = False
         self.fences_come_late = False
         self.num_failed = self.num_overwritten = 0
-        self._log = rate_limited_log()
+        self._log = RateLimitedLog(logger.name)
         if seal:
             compile_all()
 
