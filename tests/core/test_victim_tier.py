@@ -762,7 +762,7 @@ GOLDEN = {
     ("conversation_first60", 1_000, 1_000): (0.057368, 6),
     ("conversation_first60", 4_000, 4_000): (None, 6),
 }
-"""Hit ratios of LRU at the summed size, from tests/support/golden_numbers.py; None: computed here."""
+"""Hit ratio of LRU at the summed size, from tests/support/golden_numbers.py (None: computed), and digits."""
 
 
 @pytest.mark.trace

@@ -221,7 +221,7 @@ def test_the_version_of_vllm_equals_cis() -> None:
 
 NEEDS = {"--report": "report", ".parquet": "parquet", "s3://": "s3", "--scheduler": "dask",
          "--tokenizer": "tokenizers", "--from kv-events:tcp": "zmq"}  # fmt: skip
-"""Words of a command -> the extra that they need."""
+"""Text in a command -> the extra that it needs."""
 
 
 @pytest.mark.parametrize("page", [path for path in PAGES if path.name in ("README.md", "start-planner.md")],

@@ -32,7 +32,7 @@ from support.small_hazard import SmallHazard
 
 KEYS = [bytes([number]) * 32 for number in (1, 2, 3)]
 QUICK = (Phase.explicit, Phase.reuse, Phase.generate)
-"""Settings without shrinking, which would take minutes because each example creates files."""
+"""Phases without shrinking, which would take minutes because each example creates files."""
 EXAMPLES = settings().max_examples // 3
 """Examples of each of 15 machines; `test_any_number_of_steps` draws more policies, members and shares."""
 
@@ -80,7 +80,7 @@ WEIGHTS = {
     "prepare_load": 9, "pin": 2, "complete_load": 10, "discard": 2, "reset": 1,
     "reset_after_jobs_were_lost": 1, "kill": 1,
 }  # fmt: skip
-"""Kills in about 100 steps. A kill and the start of a new member cost as much as 50 other steps."""
+"""Weights of the calls; the sum is about 100. A kill and the start of a new member cost 50 other steps."""
 
 
 class Seeded:

@@ -17,7 +17,7 @@ from kvoffload.testing.scripts import Step, play, scripts
 from support.twin_scripts import PAIRS, both, inside
 
 FEWER = settings(max_examples=settings().max_examples // 3)
-"""Seeds of longer scripts."""
+"""Settings of tests with longer scripts."""
 
 
 def test_every_policy_has_a_twin() -> None:

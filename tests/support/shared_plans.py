@@ -16,7 +16,7 @@ from support.plan_rows import MIB
 from support.simulated_machine import machine
 
 NOTHING_IN = "reuse:1000"
-"""Setups with an admission rule that refuses every block, so that a server is useless."""
+"""Admission rule that refuses every block, so that a server is useless."""
 REQUESTS = 200
 STEP_S = 10
 

@@ -230,7 +230,7 @@ SHORT_STEPS, ROUND_STEPS = 2500, 500
 AUDIT_STEPS = 25
 """Steps between two audits; each close has another audit."""
 WEIGHTS = {"serve": 84, "settle": 6, "the_disk_forgets": 7, "new_weights": 1, "restart": 1, "crash": 1}
-"""Shares of rules in 100 steps. The last two close the manager, and cost as much as ten other steps."""
+"""Weights of the rules. The last two close the manager; each of them costs as much as ten other rules."""
 
 
 def take_step(machine: TieredDiskMachine, chance: random.Random) -> None:

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 CHATS = conversations(2, documents=8, turns=4)
 ALL = {"share": 1.0}
 HALF = {"share": 0.5}
-"""Audits half of the requests, by their ids, which are equal in every run; the other half loads blocks."""
+"""Options to audit half of the requests, chosen by their ids, equal in every run; the others load blocks."""
 
 
 def serve(engine: Engine, rounds: int, seed: int = 5) -> None:

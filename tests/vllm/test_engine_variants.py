@@ -47,7 +47,7 @@ def test_a_damaged_block_is_computed_again(
         assert after.loaded == before.loaded, "no damaged block is loaded"
         assert after.discarded > before.discarded
         assert after.stored == before.stored + (after.discarded - before.discarded), "each is stored again"
-    # A request stops checking at the first damaged block, so each request finds at least one.
+    # A request cancels the checks that it does not need, but finds at least one damaged block.
     for _ in range(18):
         engine.forget_device()
         before = engine.manager.core.stats()
