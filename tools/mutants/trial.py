@@ -101,13 +101,15 @@ def place(mutant: Mutant, reach: Reach, base: Path, source: Path) -> None:
         kept = (source / kernel.path).parent / "__pycache__"
         for stale in kept.glob(f"{Path(kernel.path).stem}.{kernel.names[0]}-*.nb[ic]"):
             stale.unlink()
+    if not (stamp := source / STAMP).exists():
+        return  # no kernels are compiled
     # The package deletes all kernels if the stamp is not the digest of the sources.
     code = "from kvoffload.structures import kernel_cache; print(kernel_cache.digest_of_sources(), end='')"
     stamped = subprocess.run(
         [reach.suite.python, "-c", code], env=reach.suite.environment(source), capture_output=True, text=True
     )
     if stamped.returncode == 0:  # otherwise the tests will show that the mutant cannot be imported
-        (source / STAMP).write_text(stamped.stdout)
+        stamp.write_text(stamped.stdout)
 
 
 def run(mutant: Mutant, reach: Reach, base: Path, limits: Limits) -> Result:
