@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import itertools
+import linecache
 import os
 import random
 import signal
@@ -11,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -296,6 +299,18 @@ def test_a_request_may_end_while_the_cache_closes(monkeypatch: pytest.MonkeyPatc
 _TRACED = {owner.__file__, asyncio.base_events.__file__, threading.__file__, futures._base.__file__}
 
 
+@contextlib.contextmanager
+def traced(trace: Any) -> Iterator[None]:
+    """Trace the lines of this thread, without those of the garbage collector."""
+    gc.disable()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
+        gc.enable()
+
+
 def closed_in_line(number: int, call: str) -> tuple[Any, bool]:
     """Make a call in which the same thread closes the cache before line `number`, as a signal handler would.
 
@@ -312,13 +327,11 @@ def closed_in_line(number: int, call: str) -> tuple[Any, bool]:
         return trace
 
     def interrupted() -> Any:
-        sys.settrace(trace)
         try:
-            return request.load_into(rig.engine.kv, IDS) if call == "load" else rig.cache.close()
+            with traced(trace):
+                return request.load_into(rig.engine.kv, IDS) if call == "load" else rig.cache.close()
         except MisuseError as error:
             return str(error)
-        finally:
-            sys.settrace(None)
 
     outcome = in_thread(interrupted).result(HANGS_S)
     rig.cache.close()
@@ -335,6 +348,43 @@ def test_a_signal_handler_may_close_the_cache_in_any_line_of_a_call(call: str) -
         if not is_reached:
             break
     assert outcomes == ({None} if call == "close" else {0, "this cache is closed"})
+
+
+def interrupted_in_line(number: int) -> bool:
+    """Interrupt a load before line `number`; returns False if the load has ended before."""
+    rig, lines = Rig(), itertools.count()
+    rig.put_below(TOKENS)
+    request = rig.cache.request(TOKENS)
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        file = frame.f_code.co_filename
+        # Python runs no signal handler between the body of `with` and `__exit__`.
+        is_with = file in _TRACED and linecache.getline(file, frame.f_lineno).lstrip().startswith("with ")
+        if event == "line" and file in _TRACED and not is_with and next(lines) == number:
+            raise KeyboardInterrupt
+        return trace
+
+    def interrupted() -> bool:
+        try:
+            with traced(trace):
+                request.load_into(rig.engine.kv, IDS, timeout_s=0.2)
+        except KeyboardInterrupt:
+            rig.cache.stats()  # behind the load
+            assert not request._work.turn.locked(), f"the load goes on after an interrupt in line {number}"
+            return True
+        return False
+
+    is_reached = in_thread(interrupted).result(HANGS_S)
+    rig.end_jobs()
+    rig.cache.close()
+    return is_reached
+
+
+# An interrupt may come before the owner has the job.
+@pytest.mark.filterwarnings("ignore:coroutine 'Jobs.load' was never awaited")
+def test_no_load_goes_on_after_an_interrupt_in_any_line() -> None:
+    assert next(number for number in itertools.count() if not interrupted_in_line(number)) > 10
+    gc.collect()
 
 
 def test_a_forked_child_is_refused() -> None:

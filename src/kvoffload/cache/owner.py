@@ -66,8 +66,16 @@ class Owner:
     def run(self, job: Coroutine[Any, Any, T], limit: Limit) -> T:
         """Run a job and return its result. Raises `MisuseError` after `close`, and in a forked child."""
         ended = _Ended[T]()
-        self._start(job, limit, ended.put)
-        return ended.result(limit.stop)
+        try:
+            self._start(job, limit, ended.put, ended.claim)
+            ended.wait()
+        except BaseException:
+            if ended.claim():  # the job has not begun, and will not
+                job.close()
+            else:
+                ended.wait_after_interrupt(limit.stop)
+            raise
+        return ended.result()
 
     async def run_async(self, job: Coroutine[Any, Any, T], limit: Limit) -> T:
         """Run a job and return its result, in a coroutine of another event loop. Raises as `run`."""
@@ -104,7 +112,12 @@ class Owner:
                 running.stop()
             self._loop.call_soon_threadsafe(self._begin, last, limit, ended.put)
         try:
-            ended.result(limit.stop)
+            try:
+                ended.wait()
+            except BaseException:
+                ended.wait_after_interrupt(limit.stop)
+                raise
+            ended.result()
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
@@ -113,9 +126,18 @@ class Owner:
     # ---- private
 
     def _start(
-        self, job: Coroutine[Any, Any, T], limit: Limit, on_end: Callable[[asyncio.Task[T]], None]
+        self,
+        job: Coroutine[Any, Any, T],
+        limit: Limit,
+        on_end: Callable[[asyncio.Task[T]], None],
+        claim: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Begin a job. `on_end` is called with the job's task, in the owner's thread."""
+        """Begin a job.
+
+        Args:
+            on_end: called with the job's task, in the owner's thread.
+            claim: called before the job begins, in the owner's thread. Returns False to leave the job out.
+        """
         if self._is_elsewhere:  # before the lock, which a thread of the parent may have held at the fork
             job.close()
             raise MisuseError("this cache was opened in another process")
@@ -123,21 +145,28 @@ class Owner:
             if not self._is_closed:
                 self._limits.add(limit)
                 with suppress(RuntimeError):  # a signal handler has closed the loop
-                    self._loop.call_soon_threadsafe(self._begin, job, limit, on_end)
+                    self._loop.call_soon_threadsafe(self._begin, job, limit, on_end, claim)
             # A signal handler that has closed the cache since the lock was taken has also ended all jobs.
             if self._is_closed and inspect.getcoroutinestate(job) == inspect.CORO_CREATED:
                 job.close()
                 raise MisuseError("this cache is closed")
 
     def _begin(
-        self, job: Coroutine[Any, Any, T], limit: Limit, on_end: Callable[[asyncio.Task[T]], None]
+        self,
+        job: Coroutine[Any, Any, T],
+        limit: Limit,
+        on_end: Callable[[asyncio.Task[T]], None],
+        claim: Callable[[], bool] = lambda: True,
     ) -> None:
         def end(task: asyncio.Task[T]) -> None:
             self._limits.discard(limit)
             task.exception()  # else asyncio logs the exception of an interrupted call
             on_end(task)
 
-        self._loop.create_task(job).add_done_callback(end)
+        if claim():
+            self._loop.create_task(job).add_done_callback(end)
+        else:
+            self._limits.discard(limit)
 
     @property
     def _is_elsewhere(self) -> bool:
@@ -154,20 +183,28 @@ class _Ended(Generic[T]):
     def __init__(self) -> None:
         self._tasks: list[asyncio.Task[T]] = []
         self._wake: SimpleQueue[None] = SimpleQueue()
+        self._first_claim = threading.Lock()
 
     def put(self, task: asyncio.Task[T]) -> None:
         """Report the end. Thread: the owner's."""
         self._tasks.append(task)
         self._wake.put(None)
 
-    def result(self, stop: Callable[[], None]) -> T:
-        """Wait for the job and return its result. After an interrupt, `stop` the job, wait, then raise."""
-        try:
-            self._wake.get()
-        except BaseException:
-            while not self._tasks:
-                with suppress(BaseException):  # a further interrupt
-                    stop()
-                    self._wake.get()
-            raise
+    def claim(self) -> bool:
+        """Return True at the first call. The owner then begins the job, or an interrupted caller drops it."""
+        return self._first_claim.acquire(blocking=False)
+
+    def wait(self) -> None:
+        """Wait for the job."""
+        self._wake.get()
+
+    def wait_after_interrupt(self, stop: Callable[[], None]) -> None:
+        """Call `stop`, and wait for the job, even if the thread is interrupted again."""
+        while not self._tasks:
+            with suppress(BaseException):
+                stop()
+                self._wake.get()
+
+    def result(self) -> T:
+        """Return the result of the job, which has ended."""
         return self._tasks[0].result()
