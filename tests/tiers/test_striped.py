@@ -319,6 +319,16 @@ def test_a_tier_that_raises_in_any_call_loses_only_its_blocks(method: str) -> No
     assert len(parts[0].used) == 1
 
 
+@pytest.mark.parametrize("failing", [0, 1])
+def test_tenants_are_counted_without_a_tier_that_fails(failing: int) -> None:
+    parts = [SimulatedTier(20, key_bytes=KEY_BYTES, identity=identity) for identity in (1, 2)]
+    tier = StripedTier(parts)
+    tier.set_tenants({"a": Quota(10)}, lambda keys: "a")
+    assert tier.tenants()["a"].min == 10
+    parts[failing].tenants = broken  # type: ignore[method-assign]
+    assert tier.tenants()["a"].min == 5
+
+
 def test_quotas_that_one_tier_refuses_change_no_tier() -> None:
     parts = [SimulatedTier(capacity, key_bytes=KEY_BYTES, identity=capacity) for capacity in (100, 10)]
     tier = StripedTier(parts)

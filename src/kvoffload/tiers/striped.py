@@ -72,10 +72,11 @@ class StripedTier(DividedTier[GuardedTier]):
 
     def tenants(self) -> dict[str, TenantStats]:
         """Sum the counts of the tiers."""
-        counts = [tier.tenants() for tier in self._tiers]
-        return {
-            name: counted.plus(*(other[name] for other in counts[1:])) for name, counted in counts[0].items()
-        }
+        counts: dict[str, list[TenantStats]] = {}
+        for tier in self._tiers:
+            for name, counted in tier.tenants().items():
+                counts.setdefault(name, []).append(counted)
+        return {name: first.plus(*others) for name, (first, *others) in counts.items()}
 
     def members(self) -> Mapping[int, GuardedTier]:
         return self._numbered
