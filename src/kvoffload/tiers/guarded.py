@@ -18,7 +18,6 @@ import numpy as np
 from kvoffload.core.tenants import Quota, TenantStats
 from kvoffload.errors import check_integer, finite
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.backoff import Backoff
 from kvoffload.tiers.contract import (
     NO_JOB,
     GroupedTier,
@@ -30,6 +29,7 @@ from kvoffload.tiers.contract import (
     TierStats,
 )
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
+from kvoffload.tiers.waiting import Backoff
 from kvoffload.transfer import Blocks, Rows
 
 T = TypeVar("T")

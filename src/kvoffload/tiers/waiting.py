@@ -1,7 +1,8 @@
-"""Waiting for a condition with a time limit."""
+"""Waiting: for a condition with a time limit, and exponential back-off between attempts."""
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 
@@ -14,3 +15,32 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, poll_s: float = 
             return False
         time.sleep(poll_s)
     return True
+
+
+class Backoff:
+    """Pauses that double from `first_s` up to `longest_s`.
+
+    Args:
+        jitter: largest random change of a pause, as a share of the pause. Spreads the retries of several
+            machines.
+        chance: returns a random number in [0, 1).
+    """
+
+    def __init__(
+        self,
+        first_s: float,
+        longest_s: float,
+        jitter: float = 0.0,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
+        self._first_s, self._longest_s, self._jitter, self._chance = first_s, longest_s, jitter, chance
+        self._pause_s = first_s
+
+    def next_s(self) -> float:
+        """Return the next pause in seconds, and double the pause of the next call."""
+        pause_s, self._pause_s = self._pause_s, min(2.0 * self._pause_s, self._longest_s)
+        return pause_s * (1.0 + self._jitter * (2.0 * self._chance() - 1.0)) if self._jitter else pause_s
+
+    def reset(self) -> None:
+        """Restart from the first pause. Call it after a success."""
+        self._pause_s = self._first_s

@@ -25,7 +25,6 @@ from kvoffload.core.slots import SlotArray
 from kvoffload.errors import ConfigError, MisuseError, UnavailableError, check_integer
 from kvoffload.structures.keys import Keys
 from kvoffload.text import size
-from kvoffload.tiers.backoff import Backoff
 from kvoffload.tiers.contract import NO_JOB, Checksums, JobResult, Mask, TierStats, checked_rows
 from kvoffload.tiers.disk.chunk import Chunk, Stamps
 from kvoffload.tiers.disk.committer import Committer
@@ -50,6 +49,7 @@ from kvoffload.tiers.memory import available_bytes
 from kvoffload.tiers.offer import ManagedTier, Purse
 from kvoffload.tiers.producer_text import check_producer_text
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
+from kvoffload.tiers.waiting import Backoff
 from kvoffload.tiers.write_budget import WriteBudget
 from kvoffload.transfer import Blocks, Rows
 

@@ -19,7 +19,6 @@ import numpy.typing as npt
 
 from kvoffload.errors import UnavailableError
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.backoff import Backoff
 from kvoffload.tiers.checksum import checksums
 from kvoffload.tiers.contract import Checksums, Mask
 from kvoffload.tiers.disk.files import PAGE_BYTES, Buffers, Files, aligned
@@ -37,6 +36,7 @@ from kvoffload.tiers.disk.slab_format import (
 )
 from kvoffload.tiers.disk.slab_layout import Layout
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
+from kvoffload.tiers.waiting import Backoff
 from kvoffload.transfer import Blocks
 from kvoffload.transfer.copies import address_of, coalesce
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import numpy as np
 
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.backoff import Backoff
 from kvoffload.tiers.shared.exchanges import PROBE, READ, WRITE, BlockExchange, Exchange
 from kvoffload.tiers.shared.remote_errors import QueuedTooLongError
+from kvoffload.tiers.waiting import Backoff
 
 _FAILURES = 3
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _JITTER = 1.0, 60.0, 0.5

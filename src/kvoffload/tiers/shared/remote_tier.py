@@ -20,7 +20,6 @@ import numpy.typing as npt
 from kvoffload.core.admission import Admission
 from kvoffload.errors import MisuseError, UnavailableError
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.backoff import Backoff
 from kvoffload.tiers.contract import NO_JOB, GroupedTier, JobResult, Mask, SharedTier, TierStats, checked_rows
 from kvoffload.tiers.producer_text import producer_of
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
@@ -47,7 +46,7 @@ from kvoffload.tiers.shared.printable import printable
 from kvoffload.tiers.shared.remote_errors import FULL, CacheResetError
 from kvoffload.tiers.shared.server import Dialect, RemoteOptions, Server
 from kvoffload.tiers.shared.write_log import WriteLog
-from kvoffload.tiers.waiting import wait_until
+from kvoffload.tiers.waiting import Backoff, wait_until
 from kvoffload.transfer import Blocks, Rows
 
 _WRITE_TIMEOUT_FACTOR = 5.0

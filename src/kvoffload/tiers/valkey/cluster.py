@@ -20,7 +20,6 @@ import numpy.typing as npt
 
 from kvoffload.core.admission import Admission
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.backoff import Backoff
 from kvoffload.tiers.contract import JobResult, Mask, SharedTier, TierStats
 from kvoffload.tiers.divided import DividedSharedTier, sum_of
 from kvoffload.tiers.producer_text import producer_of
@@ -34,7 +33,7 @@ from kvoffload.tiers.valkey.cluster_map import MOST_MASTERS, Address, MapQuestio
 from kvoffload.tiers.valkey.divisions import NUM_DIVISIONS, DividedKeyspace, division_of, tags
 from kvoffload.tiers.valkey.protocol import Resp
 from kvoffload.tiers.valkey.resp import Connection
-from kvoffload.tiers.waiting import wait_until
+from kvoffload.tiers.waiting import Backoff, wait_until
 from kvoffload.transfer import Blocks, Rows
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _JITTER = 0.25, 1.0, 0.5

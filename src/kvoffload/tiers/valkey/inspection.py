@@ -164,7 +164,7 @@ def inspect_server(
     answers = {words[0].decode(): ask(*words) for words in commands}
     refused = [f"{verb}: {answer}" for verb, answer in answers.items() if isinstance(answer, ServerError)]
     round_trip_s = min(round_trip() for _ in range(_ROUNDS))
-    report = ServerReport(address=_text(address), round_trip_s=round_trip_s, refused=refused)
+    report = ServerReport(address=f"{address[0]}:{address[1]}", round_trip_s=round_trip_s, refused=refused)
     facts = facts_of(ask(b"INFO"))
     settings = pairs_of(ask(b"CONFIG", b"GET", b"*"))
     _fill(report, facts)
@@ -319,6 +319,7 @@ def _warnings(
     report: ServerReport, facts: Mapping[str, str], settings: Mapping[str, str], ttl_s: int, in_cluster: bool
 ) -> list[str]:
     warnings, policy = [], report.eviction_policy or ""
+    samples = settings.get("maxmemory-samples", "")
     if not facts:
         warnings.append("this user may not read INFO: the settings were not checked")
     if report.role == "slave":
@@ -341,7 +342,7 @@ def _warnings(
         warnings.append(
             f"maxmemory-policy is {policy}: it evicts halves of blocks; set allkeys-lru or volatile-lru"
         )
-    elif policy != "noeviction" and 0 < (samples := _number(settings, "maxmemory-samples")) < _ENOUGH_SAMPLES:
+    elif policy != "noeviction" and samples.isdigit() and 0 < int(samples) < _ENOUGH_SAMPLES:
         warnings.append(
             f"maxmemory-samples is {samples}: up to a tenth of the memory will hold halves of blocks; "
             f"set it to {_ENOUGH_SAMPLES}"
@@ -353,12 +354,3 @@ def _warnings(
     if in_cluster and report.num_replicas == 0:
         warnings.append("it has no replica: its blocks are unavailable while it is down")
     return warnings
-
-
-def _number(pairs: Mapping[str, str], name: str) -> int:
-    text = pairs.get(name, "")
-    return int(text) if text.isdigit() else 0
-
-
-def _text(address: Address) -> str:
-    return f"{address[0]}:{address[1]}"

@@ -184,12 +184,10 @@ class Connection:
 
     def send(self, buffers: Sequence[Buffer], deadline: float) -> None:
         """Send all buffers in order."""
-        remaining, until = (
-            _without_first([memoryview(buffer) for buffer in buffers], 0),
-            self._until(deadline),
-        )
+        remaining = _without_first([memoryview(buffer) for buffer in buffers], 0)
+        until = self._until(deadline)
         while remaining:
-            seconds = self._seconds_left(until, deadline)
+            seconds = self._patience_s(until, deadline)
             try:
                 if self._is_plain:
                     count = self._socket.sendmsg(remaining[:_MOST_BUFFERS])
@@ -421,7 +419,7 @@ class Connection:
         """
         until = self._until(deadline)
         while True:
-            seconds = self._seconds_left(until, deadline)
+            seconds = self._patience_s(until, deadline)
             try:
                 if self._is_plain:
                     count = self._socket.recvmsg_into(into, 0, flags)[0]
@@ -439,7 +437,8 @@ class Connection:
         """Return the latest time for the next byte."""
         return min(deadline, time.monotonic() + self._silence_s)
 
-    def _seconds_left(self, until: float, deadline: float) -> float:
+    def _patience_s(self, until: float, deadline: float) -> float:
+        """Return the seconds until `until`, from `_until`. Raises `TimeoutError`."""
         seconds = until - time.monotonic()
         if seconds <= 0.0 and until < deadline:
             raise TimeoutError(f"nothing received for {self._silence_s:g} s")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffload.tiers.backoff import Backoff
-from kvoffload.tiers.waiting import wait_until
+from kvoffload.tiers.waiting import Backoff, wait_until
 
 
 def test_pauses_double_up_to_the_longest_and_start_again_after_a_success() -> None:
