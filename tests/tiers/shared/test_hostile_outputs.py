@@ -195,7 +195,11 @@ def test_missing_right_is_refused_with_the_servers_reason(server: FakeServer, ve
 # ---- bounds
 
 
-def test_short_lines_count_towards_the_bound_of_a_reply(server: FakeServer) -> None:
+def test_short_lines_count_towards_the_bound_of_a_reply(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvoffload.cli.tier._TIMEOUT_S", 60.0)
+    monkeypatch.setattr("kvoffload.tiers.valkey.inspection._REPLY_S", 60.0)
     for lines in (b"+\r\n", b"-\r\n", b":1\r\n", b"$0\r\n\r\n", b"*0\r\n"):
         server.attack = on(b"SCAN", b"*200000\r\n" + lines * 200_000)
         done = kvoffload("tier", "inspect", url(server))
