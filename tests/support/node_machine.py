@@ -67,7 +67,7 @@ class MembersMachine(ManagerMachine):
         """Kill a member between two calls: its blocks in flight are lost, its pins are released."""
         members = self.manager.managers
         dead = self.manager.kill(number % len(members))
-        for job in [job for job in self.jobs if job.plan.owner is dead and not job.void]:
+        for job in [job for job in self.jobs if job.plan.request.owner is dead and not job.void]:
             slots = job.plan.slots.tolist()
             if isinstance(job.plan, LoadPlan):
                 self.pins.subtract(slots)

@@ -134,15 +134,15 @@ class Members:
 
     def complete_store(self, plan: StorePlan, success: bool = True) -> None:
         if self._is_of_living(plan):
-            plan.owner.complete_store(plan, success)  # type: ignore[attr-defined]
+            plan.request.owner.complete_store(plan, success)  # type: ignore[attr-defined]
 
     def complete_load(self, plan: LoadPlan, damaged: Any = ()) -> None:
         if self._is_of_living(plan):
-            plan.owner.complete_load(plan, damaged)  # type: ignore[attr-defined]
+            plan.request.owner.complete_load(plan, damaged)  # type: ignore[attr-defined]
 
     def unpin(self, plan: LoadPlan, damaged: Any = ()) -> None:
         if self._is_of_living(plan):
-            plan.owner.unpin(plan, damaged)  # type: ignore[attr-defined]
+            plan.request.owner.unpin(plan, damaged)  # type: ignore[attr-defined]
 
     def reset(self, *, drop_in_flight: bool = False) -> None:
         if drop_in_flight:
@@ -206,7 +206,7 @@ class Members:
 
     def _is_of_living(self, plan: StorePlan | LoadPlan) -> bool:
         """Return False for a plan of a dead member, which cannot be completed."""
-        if plan.owner in self.managers:
+        if plan.request.owner in self.managers:
             return True
         if plan.completed:
             raise MisuseError("the plan of a dead member is completed")

@@ -36,14 +36,14 @@ class ShareMachine(MembersMachine):
     @rule(target=loads, request=requests, numbers=batches)
     def prepare_load(self, request: Request, numbers: list[int]) -> Job:
         job: Any = super().prepare_load(request, numbers)
-        living, member = self.manager.shares(), self.manager.number_of(job.plan.owner)
+        living, member = self.manager.shares(), self.manager.number_of(job.plan.request.owner)
         for key in job.plan.keys:
             if self.owner[key] not in living:
                 self.owner[key] = member
         return job  # type: ignore[no-any-return]
 
     def _stored(self, request: Request, plan: StorePlan) -> None:
-        member = self.manager.number_of(plan.owner)  # type: ignore[arg-type]
+        member = self.manager.number_of(plan.request.owner)  # type: ignore[arg-type]
         self.owner.update(dict.fromkeys(plan.keys, member))
         after = self._held()
         for number, share in self.manager.shares().items():

@@ -334,7 +334,8 @@ class CallReplay:
             del self._plans[record.subject]
         if is_part:
             order = np.argsort(plan.slots, kind="stable")
-            (plan,) = plan.split([order[np.searchsorted(plan.slots, slots, sorter=order)]])
+            rows = order[np.searchsorted(plan.slots, slots, sorter=order)]
+            plan, opened.plan = plan.split([rows, np.setdiff1d(np.arange(len(plan)), rows)])
         if isinstance(plan, StorePlan):
             self.manager.complete_store(plan, success=bool(record.further[0] & 1))
         elif record.call is Call.UNPIN:
