@@ -88,11 +88,18 @@ def test_moving_sessions_hit_more_blocks_of_other_instances(trace: Trace) -> Non
 
 def test_only_the_last_tier_is_shared(trace: Trace) -> None:
     report = SharedReplay(trace, config(2, "200+2000", RANDOM)).run()
-    assert [tier.name for tier in report.tiers] == ["ram", "simulated", "simulated"]
+    assert [tier.name for tier in report.tiers] == ["ram", "simulated 1", "simulated 2"]
     assert sum(tier.hit_blocks for tier in report.tiers) == report.offload_hit_blocks
     assert report.tiers[2].blocks_written < report.tiers[1].blocks_written, (
         "the shared tier writes each block once"
     )
+
+
+@pytest.mark.parametrize("shared_ram", [False, True])
+def test_a_shared_tier_has_its_label(trace: Trace, shared_ram: bool) -> None:
+    given = config(2, "200,label=near+2000,label=far", shared_ram=shared_ram)
+    report = replay_of(trace, given).run()
+    assert [tier.name for tier in report.tiers] == ["ram", "near", "far"]
 
 
 def test_sessions_are_routed_round_robin(trace: Trace) -> None:

@@ -81,7 +81,7 @@ def test_every_policy_and_rule_runs_in_ram_and_in_a_tier(
     config = ReplayConfig(50, policy, admission, 40, store, tiers)
     report = Replay(small_chat, config).run()
     assert report.prefix_hit_ratio <= report.optimum_hit_ratio
-    assert [tier.name for tier in report.tiers] == ["ram", "simulated", "simulated"]
+    assert [tier.name for tier in report.tiers] == ["ram", "simulated 1", "simulated 2"]
     assert report.decisions_sha256 == Replay(small_chat, config).run().decisions_sha256
 
 

@@ -355,6 +355,14 @@ def test_a_run_adds_up_and_is_deterministic(chat: Trace, store: str, tiers: str)
     assert done.hit_ratio > without.hit_ratio
 
 
+def test_tiers_have_their_labels(chat: Trace) -> None:
+    behind = parse_tiers("tiers", ["simulated:2000,label=near", "simulated:3000"])
+    done = on_chat(chat, tiers=behind).with_offload
+    assert [tier.name for tier in done.tiers] == ["ram", "near", "simulated"]
+    disks = ["near read", "near write", "simulated read", "simulated write"]
+    assert [link.name for link in done.links[2:]] == disks
+
+
 def test_a_given_run_without_offload_is_not_repeated(chat: Trace) -> None:
     updates = list[int]()
     device = 2 * chat.longest_request

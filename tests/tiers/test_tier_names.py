@@ -36,6 +36,11 @@ def test_names_do_not_depend_on_the_order(tiers: list[str], names: list[str]) ->
         assert [parse_tier("tier", str(tier)) for tier in parsed] == list(parsed)
 
 
+def test_tiers_of_one_place_are_numbered() -> None:
+    parsed = parse_tiers("tiers", ["simulated:100", A, "simulated:200", "simulated:300,label=last"])
+    assert names_of(parsed) == ["simulated 1", "disk", "simulated 2", "last"]
+
+
 @pytest.mark.parametrize("label", ["a b", "1st", "x" * 65, 'a"b', "a{b}"])
 def test_impossible_labels_are_refused(label: str) -> None:
     with pytest.raises(ConfigError, match=r"label.*allowed: 1 to 64 letters"):

@@ -265,11 +265,7 @@ class _Facts:
 
     def __init__(self, misses: Misses, tiers: list[str]) -> None:
         trace = misses.trace
-        self._misses, self._trace = misses, trace
-        # Several simulated tiers may have the same name.
-        self.tiers = [
-            name if tiers.count(name) == 1 else f"{name} {number}" for number, name in enumerate(tiers, 1)
-        ]
+        self._misses, self._trace, self.tiers = misses, trace, tiers
         self.request_of = trace.request_of
         self.has_times = trace.duration_s > 0
         self._first_ms = int(trace.timestamps_ms.min(initial=0)) if trace.requests else 0

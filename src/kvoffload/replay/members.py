@@ -63,20 +63,23 @@ def open_members(
     Raises: as `open_tiers`. The caller closes the managers.
     """
     members = list[TieredManager]()
+    names = names_of(tiers)
     with ExitStack() as undo:
         if shared is None and num_engines > 1 and may_be_shared(tiers[-1]):
             (shared,) = open_tiers(tiers[-1:], owner)
-            shared.name = names_of(tiers)[-1]
             undo.callback(shared.close)
         for engine in range(num_engines):
             of_engine = replace(owner, replica=replica_name(engine, num_engines))
             opened = open_tiers(tiers if shared is None else tiers[:-1], of_engine)
             for tier in opened:
                 undo.callback(tier.close)
+            opened += [] if shared is None else [shared]
+            for tier, name in zip(opened, names, strict=True):
+                tier.name = name
             member = TieredManager(
                 len(ram.pool),
                 ram=ram,
-                tiers=opened if shared is None else [*opened, shared],
+                tiers=opened,
                 # Time does not matter in a replay: no request gives up, and promotions may use all of RAM.
                 deadline_s=SETTLE_S,
                 max_in_flight=1.0,

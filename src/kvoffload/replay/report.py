@@ -37,7 +37,7 @@ class TierReport(msgspec.Struct, frozen=True, kw_only=True):
     """Counters of one tier.
 
     Attributes:
-        name: ``ram``, ``disk``, ``simulated``.
+        name: ``ram``, or the tier's name (`kvoffload.tiers.spec.names_of`).
         hit_blocks: block references served from this tier. If a faster tier also has the block, the reference
             counts there.
         blocks_written, blocks_evicted: blocks written to the tier, and blocks evicted from it. For RAM,

@@ -71,13 +71,12 @@ class Ram:
             self._parts = EngineParts(self.manager, config.admission, config.instances)
 
     def _open_tiers(self, beside: Ram | None) -> None:
-        options, last = self._config.tiers, len(self._config.tiers) - 1
-        first = self._tiers[0][last] if self._tiers and self._config.shares_last_tier else None
-        opened = [
-            self._open(number, tier, first if number == last else None) for number, tier in enumerate(options)
-        ]
+        options = self._config.tiers
+        first = self._tiers[0][-1] if self._tiers and self._config.shares_last_tier else None
+        firsts = [None] * (len(options) - 1) + [first]
+        opened = [self._open(*of_tier) for of_tier in zip(names_of(options), options, firsts, strict=True)]
         if first is not None:
-            opened[last].share(first)
+            opened[-1].share(first)
         if beside is not None:
             for own, of_other in zip(opened, beside._tiers[0], strict=True):
                 own.share(of_other)
@@ -95,19 +94,18 @@ class Ram:
             make_ram_manager=make_ram_manager(self._members),
             **config.manager_options(num_slots),
         )
-        for name, options, opened in zip(names_of(config.tiers), config.tiers, self._tiers[-1], strict=True):
-            if quotas := config.tier_tenants.get(name):
+        for options, opened in zip(config.tiers, self._tiers[-1], strict=True):
+            if quotas := config.tier_tenants.get(opened.name):
                 num_blocks = opened.stats().capacity
                 manager.set_tier_tenants(opened.name, quotas_for(num_blocks, options.num_blocks, quotas))
         return manager
 
-    def _open(self, number: int, options: TierOptions, first: TimedTier | None) -> TimedTier:
+    def _open(self, name: str, options: TierOptions, first: TimedTier | None) -> TimedTier:
         """Open a tier on one simulated disk, on several striped disks, or on the disk of the tier `first`."""
         if not isinstance(options, SizedTierOptions):
             raise ConfigError(
                 "tiers", str(options), "this tier cannot be simulated; allowed: disk:..., simulated:..."
             )
-        name = options.name if number == 0 else f"{options.name} {number + 1}"
         num_disks = len(getattr(options, "path", ())) or 1
         if first is not None:
             reads, writes = first.reads, first.writes

@@ -89,7 +89,7 @@ class TimedTierReport(msgspec.Struct, frozen=True, kw_only=True):
     """Counters of one tier, in blocks.
 
     Attributes:
-        name: ``ram``, or the tier's name; a number is added if several tiers have the same name.
+        name: ``ram``, or the tier's name (`kvoffload.tiers.spec.names_of`).
         hit_blocks: blocks that requests loaded from this tier.
         written, evicted: blocks written and evicted; for RAM including promotions from tiers.
         not_offered: for a tier behind RAM, blocks that RAM evicted before the tier accepted them, summed over

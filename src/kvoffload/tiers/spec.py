@@ -11,6 +11,7 @@ Descriptions must not contain passwords. Error messages mask passwords in descri
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import re
 import sys
@@ -265,10 +266,18 @@ def names_of(options: Sequence[TierOptions]) -> list[str]:
     """Return the name of each tier in metrics and reports. The order of the tiers does not change a name.
 
     The name is the label or, without a label, the kind. If several tiers of one kind have no label, their
-    names are kind and place.
+    names are kind and place. Tiers of one place, such as simulated tiers, are numbered.
     """
-    kinds = Counter(tier.name for tier in options if not tier.label)
-    return [tier.label or (tier.name if kinds[tier.name] == 1 else tier.place) for tier in options]
+    unnamed = [tier for tier in options if not tier.label]
+    kinds, places = Counter(tier.name for tier in unnamed), Counter(tier.place for tier in unnamed)
+    numbers = {place: itertools.count(1) for place, count in places.items() if count > 1}
+
+    def name_of(tier: TierOptions) -> str:
+        if tier.label or kinds[tier.name] == 1:
+            return tier.label or tier.name
+        return f"{tier.place} {next(numbers[tier.place])}" if tier.place in numbers else tier.place
+
+    return [name_of(tier) for tier in options]
 
 
 def open_tiers(options: Iterable[TierOptions], owner: TierOwner) -> list[SecondaryTier]:
