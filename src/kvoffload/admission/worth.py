@@ -105,7 +105,9 @@ class WorthAdmission(Admission):
             self._set_price()
 
     def missed(self, keys: Keys) -> None:
-        _mark(self._tracker.memory, self._counts, self._missed_at, keys.words)
+        known = self._places(keys)
+        known = known[known != ABSENT]
+        self._missed_at[known] = self._counts[known]
 
     def refresh(self, keys: Keys) -> None:
         refresh_keys(self._tracker.memory, keys.words)
@@ -123,8 +125,10 @@ class WorthAdmission(Admission):
         self._has_budget = True
         self._earned += num_earned
         self._balance = min(self._balance + num_earned, budget_blocks) - num_written
-        counts = np.zeros(len(offered), np.int32)
-        _count_offers(self._tracker.memory, self._counts, self._offered_at, offered.words, counts)
+        places = np.unique(self._places(offered))
+        # A block that is offered twice after one reference counts once.
+        places = places[(places != ABSENT) & (self._offered_at[places] != self._counts[places])]
+        counts = self._offered_at[places] = self._counts[places]
         self._num_offered += np.bincount(np.minimum(counts, MOST_COUNTED), minlength=MOST_COUNTED + 1)
 
     def reset(self) -> None:
@@ -161,43 +165,19 @@ class WorthAdmission(Admission):
 
     def _look_up(self, keys: Keys) -> tuple[I32Array, BoolArray]:
         """Return the number of requests for each block, and a mask of blocks that no tier in front has."""
-        counts, missed = np.zeros(len(keys), np.int32), np.zeros(len(keys), np.bool_)
-        _look_up(self._tracker.memory, self._counts, self._missed_at, keys.words, counts, missed)
-        return counts, missed
+        places = self._places(keys)
+        counts = np.where(places != ABSENT, self._counts[places], np.int32(0))
+        # `missed` set the mark before this use was counted.
+        return counts, (counts > 1) & (self._missed_at[places] == counts - 1)
+
+    def _places(self, keys: Keys) -> I32Array:
+        """Return the position of each key in the tracker, or ABSENT."""
+        places = np.empty(len(keys), np.int32)
+        _find_all(self._tracker.memory, keys.words, places)
+        return places
 
 
 @kernel
-def _count_offers(
-    tracker: KeyLists, counts: I32Array, offered_at: I32Array, batch: ReadU64Matrix, found: I32Array
-) -> None:
+def _find_all(tracker: KeyLists, batch: ReadU64Matrix, places: I32Array) -> None:
     for row in range(batch.shape[0]):
-        position = find(tracker.index, batch, row, hash_row(batch, row))
-        # A block that is offered twice after one reference counts once.
-        if position != ABSENT and offered_at[position] != counts[position]:
-            offered_at[position] = counts[position]
-            found[row] = counts[position]
-
-
-@kernel
-def _mark(tracker: KeyLists, counts: I32Array, marks: I32Array, batch: ReadU64Matrix) -> None:
-    for row in range(batch.shape[0]):
-        position = find(tracker.index, batch, row, hash_row(batch, row))
-        if position != ABSENT:
-            marks[position] = counts[position]
-
-
-@kernel
-def _look_up(
-    tracker: KeyLists,
-    counts: I32Array,
-    missed_at: I32Array,
-    batch: ReadU64Matrix,
-    found: I32Array,
-    missed: BoolArray,
-) -> None:
-    for row in range(batch.shape[0]):
-        position = find(tracker.index, batch, row, hash_row(batch, row))
-        if position != ABSENT:
-            found[row] = counts[position]
-            # `missed` set the mark before this use was counted.
-            missed[row] = counts[position] > 1 and missed_at[position] == counts[position] - 1
+        places[row] = find(tracker.index, batch, row, hash_row(batch, row))

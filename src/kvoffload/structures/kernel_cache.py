@@ -30,6 +30,8 @@ COMPILING = logging.getLogger("kvoffload.compiling")
 _USUAL_S = 20
 _config: Any = numba.config
 _PACKAGE = Path(__file__).resolve().parent.parent
+_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+"""Mode bits that let other users write."""
 _STAMP = _PACKAGE / "structures" / "__pycache__" / "kernels.stamp"
 
 
@@ -138,8 +140,7 @@ def trusted_directory(home: Path, digest: str) -> Path | None:
 def _is_own(directory: Path) -> bool:
     """Return True if this user owns the directory and no other user can write it."""
     status = directory.lstat()
-    others_write = stat.S_IMODE(status.st_mode) & (stat.S_IWGRP | stat.S_IWOTH)
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not others_write
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & _OTHERS
 
 
 def _is_safe(home: Path) -> bool:
@@ -151,9 +152,8 @@ def _is_safe(home: Path) -> bool:
         status = place.stat()
     except OSError:
         return False
-    others_write = stat.S_IMODE(status.st_mode) & (stat.S_IWGRP | stat.S_IWOTH)
     is_sticky = status.st_mode & stat.S_ISVTX
-    return status.st_uid in (0, os.geteuid()) and bool(not others_write or is_sticky)
+    return status.st_uid in (0, os.geteuid()) and bool(not status.st_mode & _OTHERS or is_sticky)
 
 
 def _can_write(directory: Path) -> bool:

@@ -106,17 +106,11 @@ class Struct:
         self._attach(bytearray(8 * self.num_words))
         here = _address(self.memory)
         for name, field in self.fields.items():
-            if isinstance(field.type, nb.Array):
-                array = fields[name]
-                if array.dtype != field.dtype or not array.flags.c_contiguous:
-                    raise TypeError(f"{name}: expected an array of type {field.type}, got {array.dtype}")
-                self._words[field.at] = array.ctypes.data - here
-                for dimension in range(field.ndim):
-                    self._words[field.at + 1 + dimension] = array.shape[dimension]
-                self._fields[name] = array
-            elif isinstance(field.type, StructType):
-                self._words[field.at] = _address(fields[name].memory) - here
-                self._fields[name] = fields[name]
+            if not field.is_number:
+                part = fields[name]
+                if field.ndim and (part.dtype != field.dtype or not part.flags.c_contiguous):
+                    raise TypeError(f"{name}: expected an array of type {field.type}, got {part.dtype}")
+                self._refer(name, part, here)
             elif name in fields:
                 setattr(self, name, fields[name])
 
@@ -130,8 +124,7 @@ class Struct:
 
         No other object may hold the address of the old struct.
         """
-        self._words[self.fields[name].at] = _address(struct.memory) - _address(self.memory)
-        self._fields[name] = struct
+        self._refer(name, struct, self.address)
 
     def move(self, memory: memoryview, parts: Mapping[str, Any], *, copy: bool) -> None:
         """Move this struct to other memory, which may be shared with other processes (`placement`).
@@ -146,13 +139,17 @@ class Struct:
         here = _address(memory)
         for name, field in self.fields.items():
             if name in parts:
-                part = self._fields[name] = parts[name]
-                is_struct = isinstance(part, Struct)
-                self._words[field.at] = (part.address if is_struct else part.ctypes.data) - here
-                for dimension in range(field.ndim):
-                    self._words[field.at + 1 + dimension] = part.shape[dimension]
+                self._refer(name, parts[name], here)
             elif copy:
                 self._words[field.at] = old_words[field.at]
+
+    def _refer(self, name: str, part: Any, here: int) -> None:
+        """Write the place of an array or a nested struct to its words. `here`: the address of this struct."""
+        at = self.fields[name].at
+        self._words[at] = (part.address if isinstance(part, Struct) else part.ctypes.data) - here
+        for dimension in range(self.fields[name].ndim):
+            self._words[at + 1 + dimension] = part.shape[dimension]
+        self._fields[name] = part
 
     def contents(self) -> dict[str, Any]:
         """Return all fields by name."""

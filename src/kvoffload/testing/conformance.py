@@ -229,12 +229,12 @@ class PolicyConformance:
         once, twice, hit, other = (key_of(number, _KEY_BYTES) for number in range(4))
         for path in ([once, twice], [twice]):  # the second is served by the device
             manager.finish_request(manager.begin_request("computes", path))
-        _drop(manager, [once, twice, hit])
+        manager.complete_store(_store(manager, [once, twice, hit]))  # the device drops these blocks
         reads = manager.begin_request("reads", [hit])
         manager.complete_load(manager.prepare_load([hit], reads))
         manager.finish_request(reads)
-        _drop(manager, [hit, other])
-        _drop(manager, [once, twice, hit, other])
+        manager.complete_store(_store(manager, [hit, other]))
+        manager.complete_store(_store(manager, [once, twice, hit, other]))
         reused = [key for key, is_reuse in accesses if is_reuse]
         expected = [twice, hit] if policy_class.needs_returns() else []
         assert reused == expected, f"reported as used again: {_hex(reused)}, not {_hex(expected)}"
@@ -356,11 +356,6 @@ def workload(name: str) -> Trace:
 
 def _manager(policy: PolicyLike, capacity_blocks: int, store: str = ON_COMPUTE) -> OffloadingManager:
     return OffloadingManager(capacity_blocks, key_bytes=_KEY_BYTES, policy=policy, store=store)
-
-
-def _drop(manager: OffloadingManager, keys: list[bytes]) -> None:
-    """Store blocks that the device drops."""
-    manager.complete_store(_store(manager, keys))
 
 
 def _full_manager(policy: PolicyLike, capacity_blocks: int, seed: int) -> OffloadingManager:
