@@ -220,9 +220,10 @@ class BlockwisePolicy(EvictionPolicy):
         """Record a use of the block in `slot`. Called from the tail of a request to its head."""
 
     def refresh(self, slot: int) -> None:
-        """Reorder the block in `slot` along its request's path, without counting a use.
+        """Move the block in `slot` to the place in the order of a block that was just used; count no use.
 
-        Called after an insertion and when the request ends, for the blocks of the path from last to first.
+        Called for blocks that a request has stored, and for blocks that it accesses again. The blocks of a
+        request are refreshed from last to first, so that the first block becomes the most recent.
         """
 
     @abstractmethod
@@ -279,7 +280,8 @@ class CompiledPolicy(EvictionPolicy):
 
     - `expect`: from ``path.foreseen`` to ``path.num_expected - 1``
     - `observe`: from ``path.observed`` on; ``path.found`` has their slots
-    - `finished`: the whole path; ``path.found`` has the slots, ``path.label`` the number of the hints
+    - `finished`: the whole path; ``path.found`` has the slots; ``path.label`` is the number
+      that `Labels` assigned to the request's hints, or 0
 
     `replace` calls `state.evictable` to find evictable blocks. Subclasses inherit functions.
 

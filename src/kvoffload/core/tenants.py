@@ -374,10 +374,10 @@ def room_of_store(tenants: Tenants, owner: int, wanted: int, num_free: int, marg
 
 @inline
 def adopt(tenants: Tenants, slot: int, owner: int) -> bool:
-    """Make tenant `owner` the owner of a pinned block whose owner no longer exists.
+    """Make tenant `owner` the owner of the pinned block in `slot`, if its present owner no longer exists.
 
-    Returns True if the owner changed. The caller must then call `forget_places`, because a search may have
-    passed the block.
+    Changes nothing if the present owner exists or `owner` does not. Returns True if the owner changed. The
+    caller must then call `forget_places`, because a search for victims may have passed the block.
     """
     old = np.int64(tenants.owner[slot])
     if (tenants.orphans >> old) & 1 == 0 or (tenants.orphans >> np.int64(owner)) & 1 != 0:

@@ -306,7 +306,10 @@ class _Facts:
         ]
 
     def seen_before(self) -> dict[str, int]:
-        """Count the blocks that were not admitted, by the number of their earlier requests."""
+        """Count the misses of blocks that were not admitted, grouped by earlier references to the block.
+
+        ``{"1": 12, "2": 3}`` means 12 misses of blocks with one earlier reference, and 3 of blocks with two.
+        """
         refs = np.flatnonzero(self._misses.reasons == NUMBERS[NOT_ADMITTED])
         counts = np.bincount(self._rank[refs]).tolist()
         return {str(uses): count for uses, count in enumerate(counts) if count}

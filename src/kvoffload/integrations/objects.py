@@ -339,7 +339,10 @@ class ObjectStore:
         return [key + end for key in keys for end in ends]
 
     def _blocks_of(self, keys: Sequence[bytes], object_bytes: int) -> Keys | None:
-        """Return the keys of the objects' blocks; None without objects, and for too large objects."""
+        """Return the keys of the objects' blocks.
+
+        Returns None if `keys` is empty, or if an object has more than `MOST_PARTS` blocks.
+        """
         if not len(keys) or self.parts_of(object_bytes) > MOST_PARTS:
             return None
         return Keys.pack(self._block_keys(keys, object_bytes), KEY_BYTES)

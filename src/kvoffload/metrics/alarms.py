@@ -104,8 +104,10 @@ def _lookups(period: str, offset: str = "") -> str:
 def _grew(counter: str, period: str) -> str:
     """Return PromQL that is true if a counter grew in the period, or first appeared with a value above 0.
 
-    vLLM exports a counter only from the first step on, so `increase` misses the events of that step. The
-    comparison with earlier values prevents a second alarm for old events after hours without a scrape.
+    vLLM exports no counter before the engine's first step, so `increase` misses the events of that step. The
+    second condition finds them: the counter is above 0, and in the 6 hours before the period it either had no
+    sample or a larger value, which means a restart. These 6 hours also prevent a second alarm for old events
+    after hours without a scrape.
     """
     return (
         f"increase(PREFIX_{counter}[{period}]) > 0\n"

@@ -559,7 +559,8 @@ def _replace_for_prefix(own: State, new: Entering, cache: Cache, path: Path) -> 
 def _replace_one_by_one(own: State, new: Entering, cache: Cache, path: Path) -> None:
     """Choose victims for the blocks that a device drops, tail first.
 
-    A new block enters at once. A block nearer to the root, which comes later, may then replace it.
+    Each new block enters the order before the next block is processed. A later block, which is nearer to the
+    root, may therefore evict an earlier block of the same batch. The evicted block then counts as refused.
     """
     slots, entered = new.slots, own.entered
     _find_candidates(own, cache, path)

@@ -1,4 +1,7 @@
-"""Settings of a running engine: policy, quotas and the used part of RAM, from a file that the user edits."""
+"""Settings of a running engine, read from a file that the user edits.
+
+The file sets the policy, the quotas, and how much of the RAM reserved at the start the engine uses.
+"""
 
 from __future__ import annotations
 

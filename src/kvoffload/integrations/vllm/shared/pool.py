@@ -247,7 +247,13 @@ class SharedPool:
         return address_of(self._slots)
 
     def seal(self, part: int, slots: npt.NDArray[np.int32], digests: Checksums) -> None:
-        """Compute and store the checksums of one part of these slots, seeded with the digests of the keys."""
+        """Compute and store the checksums of one worker's part of the blocks in `slots`.
+
+        Args:
+            part: number of the worker.
+            slots: slots of the blocks.
+            digests: digests of the blocks' keys. They seed the checksums, so a block in a wrong slot fails.
+        """
         self.checksums[part, slots] = self._compute(part, slots, digests)
 
     def verify(self, slots: npt.NDArray[np.int32], digests: Checksums) -> Mask:
