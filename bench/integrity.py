@@ -13,6 +13,20 @@ Then times writes and reads of most disk tiers in turns. Prints ratios to kvoffl
 and quartiles, because absolute times of a busy machine mean nothing. Each product runs in its own Python
 (``--vllm-python`` and so on); a missing product is listed with the reason. Exits with 1 if kvoffload served a
 wrong byte.
+
+The other products (CPU builds) are installed with::
+
+    make engines-env                             # vLLM 0.32.0; SGLang 0.5.23, LMCache 0.5.6
+    bash tools/lmcache_env.sh .venv-lmcache
+    python -m venv .venv-spoolcache              # Python 3.11 or later
+    .venv-spoolcache/bin/pip install torch==2.13.0 numpy
+    .venv-spoolcache/bin/pip install --no-deps spoolcache==0.3.0
+    pip install --no-deps --target .venv-nixl nixl==1.5.1 nixl-cu12==1.5.1
+    python -m venv .venv-mooncake
+    .venv-mooncake/bin/pip install mooncake-transfer-engine-non-cuda==0.3.13.post1 numpy
+    apt-get install libibverbs1                  # for Mooncake
+
+vLLM's `obj` tier needs ``PYTHONPATH=.venv-nixl``.
 """
 
 from __future__ import annotations
@@ -395,11 +409,11 @@ def main() -> None:
     parser.add_argument("--vllm-python", default=".venv-vllm/bin/python", help="made by `make vllm-env`")
     parser.add_argument("--lmcache-python", default=".venv-lmcache/bin/python", help="tools/lmcache_env.sh")
     parser.add_argument(
-        "--spoolcache-python", default=".venv-spoolcache/bin/python", help="see docs/integrity.md"
+        "--spoolcache-python", default=".venv-spoolcache/bin/python", help="see the docstring of this script"
     )
     parser.add_argument("--engines-python", default=".venv-engines/bin/python", help="tools/engines_env.sh")
     parser.add_argument(
-        "--mooncake-python", default=".venv-mooncake/bin/python", help="see docs/integrity.md"
+        "--mooncake-python", default=".venv-mooncake/bin/python", help="see the docstring of this script"
     )
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--kills", type=int, default=20, help="number of killed writers")
