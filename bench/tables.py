@@ -105,10 +105,15 @@ class Choice:
 _LRU = ("lru", "all", "on-compute")
 CHOICES = (
     Choice(
-        "device and RAM of like size", "victim tier", "1x", "5%", _LRU, ("lru", "all", "on-device-eviction")
+        "device and RAM of similar size",
+        "victim tier",
+        "1x",
+        "5%",
+        _LRU,
+        ("lru", "all", "on-device-eviction"),
     ),
     Choice(
-        "the same, RAM smaller than the live working set",
+        "similar size, RAM smaller than the live working set",
         "victim tier with `hazard`",
         "1x",
         "1%",
@@ -119,7 +124,7 @@ CHOICES = (
         "RAM smaller than the live working set", "`hazard`", "0", "1%", _LRU, ("hazard", "all", "on-compute")
     ),
     Choice(
-        "RAM much larger than it",
+        "RAM much larger than the live working set",
         "`lru` (numbers: `hazard`)",
         "0",
         "20%",
@@ -129,8 +134,15 @@ CHOICES = (
     Choice(
         "chat, expensive writes", "`lru` with `tinylfu`", "0", "2%", _LRU, ("lru", "tinylfu", "on-compute")
     ),
-    Choice("like size, no victim tier", "`hazard`", "1x", "5%", _LRU, ("hazard", "all", "on-compute")),
-    Choice("the same, chat", "`lru` with `tinylfu`", "1x", "5%", _LRU, ("lru", "tinylfu", "on-compute")),
+    Choice("similar size, no victim tier", "`hazard`", "1x", "5%", _LRU, ("hazard", "all", "on-compute")),
+    Choice(
+        "similar size, no victim tier, chat",
+        "`lru` with `tinylfu`",
+        "1x",
+        "5%",
+        _LRU,
+        ("lru", "tinylfu", "on-compute"),
+    ),
 )
 
 
