@@ -201,8 +201,8 @@ ALARMS: Final = (
         template=_grew("internal_errors_total", "1h"),
         severity="critical",
         summary="A bug of kvoffload at {{ $labels.instance }} in the last hour",
-        cause="An exception inside kvoffload. The engine continues. vLLM's plug-in then offloads nothing "
-        "until a reset; KVOffloadPaused fires until then.",
+        cause="kvoffload raised an exception. The engine continues. vLLM's plug-in offloads nothing until "
+        "a reset; KVOffloadPaused fires until then.",
         remedy="Save the log, which has the traceback, and report the fault.",
     ),
     Alarm(
@@ -297,8 +297,8 @@ ALARMS: Final = (
         hold="30m",
         severity="info",
         summary="{{ $value | humanize }} blocks/s at {{ $labels.instance }} left RAM before a tier took them",
-        cause="The tier writes more slowly than RAM evicts: RAM evicted blocks before the tier could take "
-        "them, more than a tenth of all evicted blocks.",
+        cause="The tier writes more slowly than RAM evicts. More than a tenth of the evicted blocks left "
+        "RAM before the tier could take them.",
         remedy="Add RAM, use a faster disk, or let the tier store less (`admission=reuse:2`).",
     ),
     Alarm(
@@ -308,11 +308,11 @@ ALARMS: Final = (
         severity="warning",
         summary="The hit ratio of {{ $labels.model_name }}{{ $labels.manager }} fell to "
         "{{ $value | humanizePercentage }}",
-        cause="The share of loaded blocks is below half of its value at this time yesterday, and a week ago. "
-        "A restart or reset emptied RAM, a tier is missing, or prompts changed (a date, id or salt near "
-        "their beginning).",
-        remedy="Compare misses by reason, and the tiers, with yesterday. After a restart wait until RAM "
-        "is full. If prompts changed, move the changing part to their end.",
+        cause="The hit ratio is less than half of its value at this time yesterday, and a week ago. A "
+        "restart or reset emptied RAM, a tier is missing, or prompts changed (a date, id or salt near their "
+        "beginning).",
+        remedy="Compare today's misses by reason, and the tiers, with yesterday's. After a restart, wait "
+        "until RAM is full. If prompts changed, move the changing part to their end.",
     ),
     Alarm(
         name="KVOffloadNothingStored",
@@ -322,7 +322,7 @@ ALARMS: Final = (
         summary="{{ $value | humanize }} blocks were missing at {{ $labels.instance }}, and none was stored",
         cause="All blocks of RAM are in use, the engine offers no blocks, or offloading is paused. Blocks "
         "that the admission rule refuses raise no alarm.",
-        remedy="Look at `refused_blocks` with reason `no_room` (add RAM), at `paused` and at "
+        remedy="If `refused_blocks` grows with reason `no_room`, add RAM. Otherwise look at `paused` and "
         "`failed_store_blocks`.",
     ),
     Alarm(
