@@ -152,7 +152,8 @@ class Explanation(Report, frozen=True, kw_only=True):
         reasons: missing blocks of each reason; they add up to `misses`.
         meanings: meaning of each reason that occurs.
         capacities: hits with each larger capacity, the smallest first; null if none was tried.
-        seen_before: number of blocks that were not admitted, by number of earlier requests with the block.
+        seen_before: misses of blocks that were not admitted: number of earlier requests with the block (as
+            text) -> number of misses.
         differing: places at which prompts differ, sorted by `equal_tokens` and `blocks`, the largest first.
         num_differing: number of all places at which prompts differ.
         equal_tokens: sum of `Differing.equal_tokens` of all places; null without token ids.

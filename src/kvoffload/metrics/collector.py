@@ -35,7 +35,7 @@ class Collector:
         prometheus_client.start_http_server(9400, addr="127.0.0.1")
         ...
         metrics.count("lookup_blocks", len(keys))   # for each new request
-        manager.count_misses(ctx, num_ready)        # if it computes blocks: the reasons, with explain_misses
+        manager.count_misses(ctx, num_ready)        # for each request with missing blocks (explain_misses)
         metrics.update()                            # once a step
 
     A `KVCache` calls `count` and `update` itself: ``Collector(cache, name="chat")`` is enough.

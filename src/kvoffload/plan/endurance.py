@@ -57,9 +57,10 @@ class Endurance(msgspec.Struct, frozen=True, kw_only=True):
 def budgeted_row(rows: Sequence[Measured], chosen: Measured) -> Measured | None:
     """Return the row whose write budget is reported; None if no feasible row has a write budget.
 
-    - The chosen row, if it has a write budget.
-    - Else the best feasible row with a budget of the purchase that would save most if SSDs did not wear out.
-    - If no row wears SSDs out: the best feasible row with a budget of any purchase.
+    1. The chosen row, if it has a write budget.
+    2. Otherwise the purchase that would save most if SSDs did not wear out: its best feasible row with a
+       write budget.
+    3. If no row wears SSDs out: the best feasible row with a write budget, whatever its purchase.
     """
     if chosen.row.ssd_write_budget:
         return chosen

@@ -158,9 +158,10 @@ class Fleet:
     def steps(self, footprint_blocks: int) -> tuple[list[int], list[int]]:
         """List the numbers of modules and the numbers of drives per host to try, each in doubling steps.
 
-        Numbers of drives start with 0. All other numbers hold at least one block per replica. The largest
-        number fills the host's slots. Modules that could hold more than the footprint are left out, because
-        a recording cannot show their benefit. More drives than that are tried, because they wear out later.
+        The numbers of drives begin with 0. All other numbers hold at least one block per replica. The largest
+        number of drives fills the host's slots, because more drives wear out later. The largest number of
+        modules does so, too, unless fewer modules hold the footprint: a recording cannot show a benefit of
+        more RAM.
         """
         ram = [self.blocks(self.ram_bytes(Purchase(n, 0))) for n in range(self.prices.ram.slots + 1)]
         ssd = [self.blocks(self.ssd_bytes(Purchase(0, n))) for n in range(self.prices.ssd.slots + 1)]
