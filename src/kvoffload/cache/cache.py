@@ -74,8 +74,9 @@ class KVCache:
     def flush(self, timeout_s: float = _FLUSH_S) -> bool:
         """Write all blocks of RAM to every tier that admits them, within `timeout_s` seconds.
 
-        Returns False on time-out, or if a tier dropped blocks or failed to write them. Blocks that another
-        process stores in shared RAM during the call may be missing in the tiers.
+        Returns False on time-out, or if a tier failed to write blocks, or dropped blocks because it was busy
+        or its write budget was spent. Blocks that a rule refuses, or that a tier evicts, do not count as
+        lost. Blocks that another process stores in shared RAM during the call may be missing in the tiers.
         """
         limit = _limit("timeout_s", timeout_s)
         return self._owner.run(self._jobs.flush(limit), limit)

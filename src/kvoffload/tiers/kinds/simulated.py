@@ -19,8 +19,8 @@ class SimulatedOptions(SizedTierOptions):
     Attributes:
         max_write_blocks_per_day: write limit in blocks of the trace, spent evenly over the recording
             (`budget_of_recording`); None for no limit.
-        per_engine: True if each of several engines has its own tier of this capacity, as its own disk. False:
-            the engines share the tier, as a server, if it is the last tier.
+        per_engine: True: each engine has its own tier of this capacity, like a local disk. False: all engines
+            share the tier, like a server. A tier before the last one is never shared.
     """
 
     name = "simulated"
