@@ -83,7 +83,7 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
         by_gpus, by_ram, by_ssds, by_servers: savings by place; they add up to `saved`.
         of_ceiling: `saved` divided by the savings of unlimited caches; null if unlimited caches save nothing.
         optimum: upper bound of `saved` for any policy; with servers, the savings of unlimited caches.
-        gpus_worth: number of GPUs that would compute what the purchase saves; null without speeds or times.
+        gpus_worth: number of GPUs whose work the purchase saves; null without speeds or times.
         gpu_hours_a_day: `gpus_worth` in GPU-hours per day.
         ram_write_bytes_per_s, load_bytes_per_s, ssd_write_bytes_per_s, ssd_read_bytes_per_s,
             server_write_bytes_per_s, server_read_bytes_per_s: mean rates of the fleet; null without times.

@@ -49,8 +49,8 @@ class Converted:
     Attributes:
         source, assumed, block_tokens: fields of the trace's header.
         block_refs: number of blocks of all requests; a block counts once for each request that has it.
-        unordered_requests: number of requests whose arrival time is lower than that of a preceding line; 0 if
-            the source does not promise an order. Readers sort all requests by arrival time.
+        unordered_requests: number of requests that arrived before the request of a preceding line; 0 if the
+            source does not promise an order. Readers sort all requests by arrival time.
         remarks: notes of the source for the user.
     """
 
