@@ -191,6 +191,7 @@ def test_a_failed_job_is_marked_and_reported_as_done(tmp_path: Path) -> None:
     absent, short = specs.SlotsSpec(np.array([-1], np.int32)), specs.SlotsSpec(np.array([4, 5], np.int32))
     block = base.GPULoadStoreSpec([3], [1, 0, 0], [0, 0, 0])
     beyond = base.GPULoadStoreSpec([99], [1, 0, 0], [0, 0, 0])
+    without_groups = specs.SlotsSpec(np.array([6], np.int32), num_slots=[])
     for job, (submit, args) in enumerate(
         [
             (rig.submit_store, (block, good)),
@@ -198,13 +199,14 @@ def test_a_failed_job_is_marked_and_reported_as_done(tmp_path: Path) -> None:
             (rig.submit_store, (beyond, good)),
             (rig.submit_load, (absent, block)),
             (rig.submit_load, (good, beyond)),
+            (rig.submit_store, (block, without_groups)),
         ]
     ):
         assert submit(job, *args)
         rig.wait({job})
         (result,) = rig.get_finished()
         assert (result.job_id, result.success) == (job, True)
-        assert taken(pool) == [[], [4, 5], [4], [], [4]][job]
+        assert taken(pool) == [[], [4, 5], [4], [], [4], [6]][job]
         assert rig.take_failed_loads() == ({job} if job >= 3 else set())
     rig.shutdown()
 

@@ -86,8 +86,13 @@ class KVOffloadWorker(OffloadingWorker):
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: SlotsSpec) -> bool:
         """Begin a store; returns True. Skips incomplete chunks. Audited blocks are compared, not stored."""
-        blocks, slots, torn = without_torn_groups(src_spec, dst_spec, self._blocks_per_chunk)
-        (blocks, slots), audited = audited_apart(blocks, slots, self._blocks_per_chunk)
+        try:
+            blocks, slots, torn = without_torn_groups(src_spec, dst_spec, self._blocks_per_chunk)
+            (blocks, slots), audited = audited_apart(blocks, slots, self._blocks_per_chunk)
+        except Exception as error:
+            self._jobs[job_id] = job = _Job(dst_spec, True)
+            self._fail(job_id, job, error)
+            return True
         job = _Job(slots, True, torn)
         if audited is not None and self._auditor is not None:
             try:
