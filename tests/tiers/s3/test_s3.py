@@ -311,6 +311,28 @@ def test_writes_to_a_busy_server_are_dropped(
     assert client.write(*PATH[:8]) == [*PATH[:8]]
 
 
+def test_a_request_is_repeated_once_after_an_internal_error(
+    proxy: FaultProxy, make: Callable[..., Client]
+) -> None:
+    """Rclone may answer 500 to one of several PUTs that create a folder; S3 asks clients to repeat them."""
+    client = make(proxy.port)
+    failed = set[bytes]()
+
+    def fails_first(request: bytes) -> bytes | None:
+        method, _, rest = request.partition(b" ")
+        if method in failed or not rest.startswith(b"/"):
+            return None
+        failed.add(method)
+        return b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+
+    proxy.drop_connections()
+    proxy.set(answer=fails_first)
+    assert client.write(*PATH[:8]) == [*PATH[:8]]
+    assert client.read(*PATH[:8]) == [*PATH[:8]]
+    assert client.tier.stats().failed == 0
+    assert failed >= {b"PUT", b"GET"}
+
+
 # ---- options, and messages
 
 

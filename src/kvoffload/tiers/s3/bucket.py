@@ -1,7 +1,8 @@
 """A client of an S3 bucket, on one thread.
 
-Owns requests with their outcomes and costs. Knows no blocks. Repeats a request in two cases: the credentials
-have changed, or the server has closed an idle connection. After any other failure, the caller must discard
+Owns requests with their outcomes and costs. Knows no blocks. Repeats a request once in three cases: the
+credentials have changed, the server has closed an idle connection, or the server has an internal error
+(status 500; Amazon asks clients to repeat such requests). After any other failure, the caller must discard
 the client.
 """
 
@@ -46,6 +47,7 @@ _CAUSE = re.compile(
     r"[A-Z][a-z ]+ \(os error \d+\)|dns error|invalid peer certificate: \w+|operation timed out"
 )
 _BAD_KEYS = {401, 403}
+_INTERNAL_ERROR = 500
 NO_BUCKET = "NoSuchBucket"
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -158,9 +160,8 @@ class Bucket:
             request.
         """
         coroutines = [*requests]
-        self.has_received = (
-            True  # so that `ConnectionThread` repeats no exchange: this class repeats requests
-        )
+        # `ConnectionThread` repeats an exchange without a reply; this class repeats requests itself.
+        self.has_received = True
         try:
             if coroutines:
                 self._signer.refresh()
@@ -294,7 +295,8 @@ class Bucket:
     ) -> Head | None:
         """Send a request; returns the head of the response, or None if the object does not exist.
 
-        Repeats the request once if the server refuses the keys and the key file has new keys.
+        Repeats the request once after an internal error of the server, or if the server refuses the keys and
+        the key file has new keys.
         """
         for may_repeat in (True, False):
             answer = _Answer(receiver)
@@ -308,7 +310,8 @@ class Bucket:
             head = answer.head
             if 200 <= head.status < 300:
                 return head
-            if head.status not in _BAD_KEYS or not (may_repeat and self._signer.refresh(signed.version)):
+            has_new_keys = head.status in _BAD_KEYS and may_repeat and self._signer.refresh(signed.version)
+            if not (has_new_keys or head.status == _INTERNAL_ERROR):
                 break
         code = answer.code or str(head.status)
         if head.status == 404 and code != NO_BUCKET:
