@@ -222,6 +222,22 @@ def test_a_policy_that_names_a_free_slot_is_detected() -> None:
     audit(manager)
 
 
+@pytest.mark.parametrize("lie", [(2, 2), (1,), (), (6, 0)])
+def test_a_policy_that_names_wrong_victims_of_a_resize_is_detected(lie: tuple[int, ...]) -> None:
+    manager = make(Liar, 6)
+    store(manager, "a")
+    begin_store(manager, "b")
+    store(manager, "cdef")
+    assert isinstance(manager.policy, Liar)
+    manager.policy.lie = lie
+    manager.begin_resize(4)
+    before = snapshot(manager)
+    with pytest.raises(PolicyError, match=r"policy 'liar' named slot -?[0-9]+ as the victim"):
+        manager.advance_resize(2)
+    assert snapshot(manager) == before
+    audit(manager)
+
+
 class Thief(NaiveLRU):
     """A policy that changes the free slots."""
 

@@ -215,6 +215,15 @@ def test_quotas_change_at_run_time() -> None:
     assert held(manager) == {"other": 0}
 
 
+def test_a_removed_minimum_protects_no_blocks() -> None:
+    manager = make("lru", 4)
+    manager.set_tenants({"a": Quota(2)})
+    serve(manager, "a", "ab")
+    manager.set_tenants({"b": Quota(1)})
+    serve(manager, "c", "cdef")
+    assert states(manager, "abcdef") == [MISS, MISS, HIT, HIT, HIT, HIT]
+
+
 @pytest.mark.parametrize(
     ("quotas", "message"),
     [

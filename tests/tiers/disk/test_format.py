@@ -177,6 +177,12 @@ def superblock_of(sound: tuple[str, bytes]) -> tuple[Any, Any]:
     return page, fields
 
 
+@pytest.mark.parametrize(("num_slots", "pages"), [(1, 16), (256, 1020), (257, 1024), (5000, 1024)])
+def test_the_log_has_16_to_1024_pages_if_slots_are_large(num_slots: int, pages: int) -> None:
+    layout = Layout(2**20 - 4096, KEY_BYTES, num_slots)
+    assert layout.log_bytes == pages * 4096
+
+
 @pytest.mark.parametrize("num_slots", [2**20, 2**30, 2**31, 2**40])
 def test_a_superblock_with_too_many_slots_and_matching_sizes_is_refused(
     tmp_path: Path, sound_slab: tuple[str, bytes], num_slots: int
