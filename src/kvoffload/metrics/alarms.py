@@ -150,9 +150,9 @@ ALARMS: Final = (
         template='kvoffload_canary_result{result="different"} == 1',
         severity="critical",
         summary="The canary's last run at {{ $labels.instance }} got wrong answers from the caches",
-        cause="Answers from the caches differ by more than the engine's own noise.",
+        cause="Answers from the caches differ from computed answers by more than the engine's noise.",
         remedy="Take the engine out of service, or restart it without kvoffload. Run `kvoffload canary URL` "
-        "by hand: it shows whether the answers of the device's cache or of the tiers are wrong. Report the "
+        "by hand: it shows whether answers from the device's cache or from the tiers are wrong. Report the "
         "fault with the output of the command.",
     ),
     Alarm(
@@ -162,8 +162,8 @@ ALARMS: Final = (
         summary="An audit found {{ $value | humanize }} wrong blocks at {{ $labels.instance }}",
         cause="A stored block differs from the block that the engine computed: the copy, the layout or the "
         "engine is wrong.",
-        remedy="Take the engine out of service. Its log names the block, the KV group and the tensor. Report "
-        "the fault with the log. The alarm ends when the engine is restarted.",
+        remedy="Take the engine out of service. The engine's log names the block, the KV group and the "
+        "tensor. Report the fault with the log. The alarm ends when the engine is restarted.",
     ),
     Alarm(
         name="KVOffloadCanaryFails",
@@ -190,9 +190,9 @@ ALARMS: Final = (
         template="PREFIX_paused == 1",
         severity="critical",
         summary="Nothing is offloaded at {{ $labels.instance }} until a reset",
-        cause="An internal error of kvoffload, or an audit with `on_difference` `stop`, has paused "
-        "offloading. The engine continues, and computes every block.",
-        remedy="Save the log, which names the reason, and report the fault. Then reset the cache "
+        cause="Offloading is paused: kvoffload had an internal error, or an audit with `on_difference=stop` "
+        "found a wrong block. The engine continues, and computes every block.",
+        remedy="Save the log: it names the reason. Report the fault. Then reset the cache "
         "(POST /reset_prefix_cache?reset_external=true) or restart the engine; the alarm ends with the next "
         "step.",
     ),
@@ -203,7 +203,7 @@ ALARMS: Final = (
         summary="A bug of kvoffload at {{ $labels.instance }} in the last hour",
         cause="kvoffload raised an exception. The engine continues. vLLM's plug-in offloads nothing until "
         "a reset; KVOffloadPaused fires until then.",
-        remedy="Save the log, which has the traceback, and report the fault.",
+        remedy="Save the log: it has the traceback. Report the fault.",
     ),
     Alarm(
         name="KVOffloadDamagedMemory",
@@ -231,9 +231,9 @@ ALARMS: Final = (
         template=_grew("failed_load_blocks_total", "30m"),
         severity="warning",
         summary="{{ $value | humanize }} blocks at {{ $labels.instance }} could not be loaded",
-        cause="A copy from RAM to the device failed. The blocks were computed again if "
-        "`kv_load_failure_policy` is `recompute`.",
-        remedy="Read the worker's log for the device's error. With vLLM's default policy these requests "
+        cause="A copy from RAM to the device failed. If `kv_load_failure_policy` is `recompute`, the blocks "
+        "were computed again.",
+        remedy="Read the worker's log for the device's error. With vLLM's default, `fail`, these requests "
         "ended with an error: use the flag that `kvoffload vllm-config` prints.",
     ),
     Alarm(
@@ -256,7 +256,7 @@ ALARMS: Final = (
         severity="warning",
         summary="{{ $value }} servers of {{ $labels.tier }} do not answer {{ $labels.instance }}",
         cause="The server or the network is down or too slow. Requests do not wait for the server.",
-        remedy="Run `kvoffload tier ping URL` on the engine's machine: it names the fault. The tier "
+        remedy="Run `kvoffload tier ping URL` on the engine's machine: the command names the fault. The tier "
         "is used again when the server answers.",
     ),
     Alarm(
@@ -287,8 +287,8 @@ ALARMS: Final = (
         severity="warning",
         summary="{{ $labels.tier }} may write {{ $value | humanize1024 }}B more today, and drops blocks",
         cause="The blocks written in the last 24 hours have used up `max_write_bytes_per_day`.",
-        remedy="Use `admission=worth` or `reuse:2` for the tier, so that it writes blocks with more uses. "
-        "Raise the budget only if the SSD's endurance allows it.",
+        remedy="Use `admission=worth` or `reuse:2` for the tier, so that the tier writes only blocks with "
+        "more uses. Raise the budget only if the SSD's endurance allows it.",
     ),
     Alarm(
         name="KVOffloadDiskTooSlow",
@@ -308,11 +308,11 @@ ALARMS: Final = (
         severity="warning",
         summary="The hit ratio of {{ $labels.model_name }}{{ $labels.manager }} fell to "
         "{{ $value | humanizePercentage }}",
-        cause="The hit ratio is less than half of its value at this time yesterday, and a week ago. A "
-        "restart or reset emptied RAM, a tier is missing, or prompts changed (a date, id or salt near their "
-        "beginning).",
-        remedy="Compare today's misses by reason, and the tiers, with yesterday's. After a restart, wait "
-        "until RAM is full. If prompts changed, move the changing part to their end.",
+        cause="The hit ratio is less than half of yesterday's value at this time, and less than half of last "
+        "week's. A restart or reset emptied RAM, a tier is missing, or prompts changed (a date, id or salt "
+        "near their beginning).",
+        remedy="Compare today's misses by reason with yesterday's. Check that every tier works. After a "
+        "restart, wait until RAM is full. If prompts changed, move the changing part to their end.",
     ),
     Alarm(
         name="KVOffloadNothingStored",
