@@ -31,8 +31,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from support.pauses import end_pauses
-
 BUCKET, KEY_ID, SECRET = "kv-cache", "AKIATESTS", "hunter2hunter2"
 HUGE = 10**15
 _CHUNK = bytes(1 << 16)
@@ -752,6 +750,8 @@ class Machine:
 
     def hurry(self) -> None:
         """End the pauses of circuit breakers and handshakes."""
+        from support.pauses import end_pauses
+
         end_pauses(self.tier)
 
     def come_back(self) -> None:
