@@ -141,8 +141,12 @@ TOY = {
 }
 
 
-def test_a_kernel_includes_the_helpers_compiled_into_it(mutants: SimpleNamespace, tmp_path: Path) -> None:
-    known = mutants.names.definitions(write(tmp_path, TOY))
+@pytest.mark.parametrize("mark", ["@kernel(int)", "@long_kernel", "@LRU.compiled"])
+def test_a_kernel_includes_the_helpers_compiled_into_it(
+    mutants: SimpleNamespace, tmp_path: Path, mark: str
+) -> None:
+    toy = {path: text.replace("@kernel(int)", mark) for path, text in TOY.items()}
+    known = mutants.names.definitions(write(tmp_path, toy))
 
     def used_by(path: str, line: int) -> set[str]:
         place = mutants.names.at(known, f"kvoffload/{path}.py", line)

@@ -12,6 +12,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+_KERNEL_MARKS = {"kernel", "long_kernel", "compiled"}
+"""Decorators of functions that are compiled; ``compiled`` is that of a policy."""
+
 
 class Definition(NamedTuple):
     """A function, or a statement of a module or a class.
@@ -66,7 +69,7 @@ def _of_block(
             first = min([first, *(mark.lineno for mark in node.decorator_list)])
             yield Definition(
                 path, (node.name,), (first, last), (node.body[0].lineno, last), mentions,
-                "kernel" in marks, "inline" in marks,
+                not _KERNEL_MARKS.isdisjoint(marks), "inline" in marks,
             )  # fmt: skip
         elif isinstance(node, ast.ClassDef):
             yield from _of_block(path, node.body, (node.name,), real)
