@@ -184,20 +184,20 @@ class KVLayout:
     def _tensors(self, kv: KVTensors) -> Iterator[_Tensor]:
         """Yield the tensors, keys before values: layer by layer, unless ``layer`` is an axis."""
         if "layer" in self.names:
-            parts = {"kv": kv}
+            named = {"kv": kv}
         elif isinstance(kv, Sequence) and len(kv) == self.layers:
-            parts = {f"kv[{layer}]": part for layer, part in enumerate(kv)}
+            named = {f"kv[{layer}]": tensor for layer, tensor in enumerate(kv)}
         else:
             got = f"{len(kv)} layers" if isinstance(kv, Sequence) else type(kv).__name__
             raise ConfigError("kv", got, f"allowed: a list of {self.layers} layers")
-        for name, part in parts.items():
+        for name, tensor in named.items():
             if not _has_pairs(self.names):
-                yield _Tensor(name, part, False)
+                yield _Tensor(name, tensor, False)
                 continue
-            if not _is_pair(part):
-                raise ConfigError(name, type(part).__name__, "allowed: a pair (keys, values)")
-            yield _Tensor(f"{name}[0]", part[0], False)
-            yield _Tensor(f"{name}[1]", part[1], True)
+            if not _is_pair(tensor):
+                raise ConfigError(name, type(tensor).__name__, "allowed: a pair (keys, values)")
+            yield _Tensor(f"{name}[0]", tensor[0], False)
+            yield _Tensor(f"{name}[1]", tensor[1], True)
 
     def _check(self, tensor: _Tensor, first: _Tensor) -> None:
         """Compare a tensor with the layout, and with the first tensor."""

@@ -131,12 +131,12 @@ class Trace:
 
     @property
     def request_of(self) -> npt.NDArray[np.int64]:
-        """For each block reference, the number of its request."""
+        """Number of the request of each block reference."""
         return np.repeat(np.arange(self.requests), np.diff(self.offsets))
 
     @property
     def depths(self) -> npt.NDArray[np.int64]:
-        """For each block reference, the number of blocks before it in its request."""
+        """Depth of each block reference: the number of blocks before it in its request."""
         return np.arange(self.block_refs) - np.repeat(self.offsets[:-1], np.diff(self.offsets))
 
     @property
