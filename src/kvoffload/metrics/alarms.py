@@ -57,7 +57,10 @@ class Alarm:
 
 
 def alarms(prefix: str) -> list[Alarm]:
-    """Return the alarms for metrics with this prefix. `LIBRARY_PREFIX` has no alarms of vLLM's features."""
+    """Return the alarms for metrics with this prefix.
+
+    For `LIBRARY_PREFIX`, alarms are left out if they use a metric that only vLLM's plug-in reports.
+    """
     known = {
         family.series_name("") for family in FAMILIES if prefix != LIBRARY_PREFIX or not family.is_of_vllm
     }
@@ -105,9 +108,9 @@ def _grew(counter: str, period: str) -> str:
     """Return PromQL that is true if a counter grew in the period, or first appeared with a value above 0.
 
     vLLM exports no counter before the engine's first step, so `increase` misses the events of that step. The
-    second condition finds them: the counter is above 0, and in the 6 hours before the period it either had no
-    sample or a larger value, which means a restart. These 6 hours also prevent a second alarm for old events
-    after hours without a scrape.
+    second condition finds them: the counter is above 0, and in the 6 hours before the period it had either no
+    sample or a larger value. (A larger value means a restart.) If scrapes fail for up to 6 hours, the same
+    condition prevents a second alarm for old events.
     """
     return (
         f"increase(PREFIX_{counter}[{period}]) > 0\n"

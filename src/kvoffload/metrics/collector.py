@@ -48,9 +48,9 @@ class Collector:
         manager: a manager, or the cache of `kvoffload.open`.
         name: value of the label ``manager``.
 
-    Thread: `update` and `count` on the scheduler's thread, as all calls of the manager. `collect` on any
-    thread, at any time. A scrape never calls the manager or a tier: all its values are those of the last
-    `update`. Before the first `update` the metrics have no values.
+    Thread: call `update` and `count` on the scheduler's thread, like all methods of the manager. `collect`
+    may run on any thread, at any time. A scrape never calls the manager or a tier: it returns the values of
+    the last `update`. Before the first `update` the metrics have no values.
 
     Raises: `ConfigError` if `prometheus_client` is not installed.
     """
@@ -71,7 +71,8 @@ class Collector:
     def count(self, metric: str, number: int = 1) -> None:
         """Add `number` to a metric of `ENGINE_COUNTERS`: blocks or errors that only the engine notices.
 
-        Raises: `ConfigError` for another metric, or unless `number` is an integer of at least 0.
+        Raises: `ConfigError` if `metric` is not in `ENGINE_COUNTERS`, or if `number` is not an integer of at
+        least 0.
         """
         if metric not in self._counted:
             raise ConfigError("metric", metric, f"allowed: {', '.join(ENGINE_COUNTERS)}")

@@ -86,22 +86,23 @@ def _tiered_values(manager: TieredManager) -> Iterator[Value]:
 
 
 def tier_values(tier: str, counts: Mapping[str, Any]) -> Iterator[Value]:
-    """Yield the values of a tier. `counts`: as a value of `tier_counts`."""
+    """Yield the values of a tier. `counts`: the tier's counters from `tier_counts`."""
     for name in (*TIER_COUNTERS, *TIER_GAUGES):
         if counts[name] is not None:
             yield Value(TIER + name, (tier,), counts[name])
 
 
 def tier_tenants(manager: TieredManager) -> dict[tuple[str, str], int]:
-    """Return the number of blocks of each tenant in each tier with quotas, by tier and tenant."""
+    """Return a mapping ``(tier, tenant)`` -> number of the tenant's blocks, for all tiers with quotas."""
     tenants = zip(manager.tier_names, manager.tier_tenants(), strict=True)
     return {(tier, name): counts.held for tier, of_tier in tenants for name, counts in of_tier.items()}
 
 
 def tier_counts(manager: TieredManager) -> dict[str, dict[str, Any]]:
-    """Return the counters of each tier behind RAM, by name (`kvoffload.tiers.spec.names_of`).
+    """Return a mapping: name of each tier behind RAM (`kvoffload.tiers.spec.names_of`) -> its counters.
 
-    Tiers that were not opened from options may have equal names. Equal names get a number.
+    Tiers that were not opened from options may have equal names. A name that occurs again gets a number as
+    suffix.
     """
     counts: dict[str, dict[str, Any]] = {}
     tiers = zip(manager.tier_names, manager.hit_blocks[1:], manager.tier_stats(), strict=True)

@@ -1,7 +1,7 @@
 """Names, types and meanings of all metrics. Names have no prefix.
 
-vLLM's plug-in adds `VLLM_PREFIX`, the collector for other engines `LIBRARY_PREFIX`. Knows no manager and no
-Prometheus client.
+vLLM's plug-in adds `VLLM_PREFIX`, and the collector for other engines adds `LIBRARY_PREFIX`. This module
+knows no manager and no Prometheus client.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from typing import Final
 from kvoffload.core.miss_reasons import LIVE_REASONS
 
 VLLM_PREFIX: Final = "vllm:kvoffload_"
-"""Prefix in vLLM. At the end of an engine, vLLM unregisters only metrics with ``vllm`` in their names."""
+"""Prefix of the metrics in vLLM.
+
+It contains ``vllm`` because vLLM unregisters only such metrics when an engine ends.
+"""
 LIBRARY_PREFIX: Final = "kvoffload_"
 
 UNRECORDED = "unrecorded_requests"
@@ -68,9 +71,11 @@ TENANT_COUNTERS = {
     "tenant_evicted_blocks": "With tenants: blocks of the tenant that were evicted.",
 }
 TENANT_GAUGES = {"tenant_held_blocks": "With tenants: blocks of the tenant in RAM, readable or being stored."}
-"""Metrics with the label ``tenant``. Values: each tenant with a quota, and ``other`` for all other tenants.
+"""Metrics with the label ``tenant``. Its values are the tenants with a quota, and ``other`` for all other
+tenants.
 
-If the engines of a shared pool have shares, the values are ``own`` (this engine), ``others`` and ``ended``.
+If the engines of a shared pool have shares, the label's values are ``own`` (this engine), ``others`` (other
+running engines) and ``ended`` (ended engines).
 """
 TENANT_TIER = "tenant_tier_held_blocks"
 WHAT_IF_RATIO, WHAT_IF_GAIN = "what_if_hit_ratio", "what_if_gain"

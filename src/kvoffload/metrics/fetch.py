@@ -38,13 +38,13 @@ def fetch(address: str, timeout_s: float, *, field: str = "url") -> str:
     """Return the metrics text of a server.
 
     Args:
-        address: as for `metrics_url`.
+        address: see `metrics_url`.
         timeout_s: time limit for the whole reply, in seconds. If the server stops in the middle of the reply,
             the call may take twice as long.
         field: the option, for messages.
 
-    Raises: `UnavailableError` if the server sends no complete reply of at most `MAX_BYTES`; `ConfigError` as
-    `metrics_url`.
+    Raises: `UnavailableError` if the server does not send a complete reply of at most `MAX_BYTES`;
+    `ConfigError` if the address is not an HTTP address.
     """
     url, until = metrics_url(address, field=field), time.monotonic() + timeout_s
     try:

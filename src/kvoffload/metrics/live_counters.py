@@ -35,7 +35,7 @@ _VLLMS = {
 }
 """vLLM's name of a counter -> name in this module."""
 _RATES = {name: name for name in _VLLMS.values()} | {"stored": "stored_blocks", "evicted": "evicted_blocks"}
-"""Rate in `EngineRates` -> metric."""
+"""Name of a rate in `EngineRates` -> name of the counter from which the rate is computed."""
 _LABELS_OF_ENGINES = ("model_name", "engine", "manager")
 _OWN_LABELS = ("tier", "reason", "name", "setting", "tenant")
 _TIER_FAULTS = ("failed", "mismatches", "timeouts", "errors")
@@ -83,7 +83,7 @@ def read(samples: list[Sample], time_s: float) -> Reading:
 
 
 def _plain_name(name: str) -> tuple[str | None, bool]:
-    """Return the name without prefix and ``_total``, and True if the metric is ours."""
+    """Return the name without prefix and ``_total``, and a flag that is True for a metric of kvoffload."""
     if name in _VLLMS:
         return _VLLMS[name], False
     for prefix in (VLLM_PREFIX, LIBRARY_PREFIX):
@@ -97,9 +97,10 @@ _KNOWN: Mapping[str, Family] = {family.series_name(""): family for family in FAM
 
 @dataclass(frozen=True)
 class TierRates:
-    """Rates of a tier in an interval, per second. `faults` are counts since the server's start.
+    """Rates of a tier in an interval, per second, and values of gauges at its end.
 
-    A rate is None in the tier's first interval. A gauge is None if the server does not report the gauge.
+    A rate is None in the tier's first interval. A gauge is None if the server does not report it. `faults`
+    are counts since the server's start.
 
     Attributes:
         capacity: None if unknown, as for a shared server.
@@ -120,7 +121,10 @@ class TierRates:
 
 @dataclass(frozen=True)
 class WhatIfShown:
-    """The last estimates for a setting: hit ratio and gain. Errors are half the width of a 95 % interval."""
+    """The last estimates for a setting: hit ratio and gain, each with its error.
+
+    The error is half the width of the 95 % interval.
+    """
 
     setting: str
     hit_ratio: float | None

@@ -1,4 +1,7 @@
-"""KV bytes per token of a model, from its configuration. They convert sizes such as ``64GiB`` to blocks."""
+"""KV bytes per token of a model, from its configuration.
+
+They are used to convert sizes such as ``64GiB`` to blocks.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,7 @@ def bytes_per_token(model: str, kv_cache_dtype: str = "auto") -> int:
             Face or in the built-in table.
         kv_cache_dtype: vLLM's option: one of `KV_CACHE_DTYPES`.
 
-    Raises: `ConfigError` for the field ``model``, or ``kv-cache-dtype``.
+    Raises: `ConfigError` that names the wrong option: ``model`` or ``kv-cache-dtype``.
     """
     if kv_cache_dtype not in KV_CACHE_DTYPES:
         raise ConfigError("kv-cache-dtype", kv_cache_dtype, f"allowed: {', '.join(KV_CACHE_DTYPES)}")
@@ -105,7 +108,7 @@ def kv_heads(model: str) -> int:
     """Return the number of KV heads of a model that `bytes_per_token` knows; 0 for latent attention (MLA).
 
     Ranks of tensor parallelism divide the heads. If there are more ranks than heads, several ranks store each
-    head. With latent attention, every rank stores the whole vector.
+    head. With latent attention, every rank stores the whole latent vector.
     """
     place = _config_file(model)
     if place is None:
@@ -212,7 +215,11 @@ def _of_config(model: str, config: Mapping[str, Any], number_bytes: int) -> int:
 
 
 def _numbers(model: str, text: Mapping[str, Any]) -> Callable[..., int]:
-    """Return a function that looks up several keys in `text`. It returns the first number, or a default."""
+    """Return a function that looks up a number in the configuration `text`.
+
+    The function tries several keys in order and returns the first positive integer, or its argument
+    `default`.
+    """
 
     def number(*names: str, default: int | None = None) -> int:
         for name in names:

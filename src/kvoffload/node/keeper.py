@@ -1,4 +1,4 @@
-"""The keeper of a pool: a small process that removes the pool after its keep time without use.
+"""The keeper of a pool: a small process that removes the pool when it has been unused for its keep time.
 
 Runs as a script. Imports neither this package nor numpy, so that the process needs only 9 MiB. Command-line
 arguments: the pool's directory, and the seconds between two checks.

@@ -70,7 +70,7 @@ class PoolDirectory:
         path: the directory.
         number: number of the engine in the pool, from 0 to `MAX_MEMBERS` - 1. All processes of the engine
             have the same number.
-        created: True if this call created the pool.
+        created: True if this process created the pool.
 
     Thread: any.
     """
@@ -97,7 +97,7 @@ class PoolDirectory:
         All processes of an engine get the pool that the engine's first process has joined.
 
         Args:
-            facts: settings that must be equal in all engines of the pool; texts and numbers.
+            facts: settings that must be equal in all engines of the pool. Values are texts or numbers.
             engine_id: equal in all processes of an engine, different in other engines.
             keep_s: seconds for which the pool stays after its last process has ended.
             has_keeper: True to start a `keeper` process, unless one runs. The keeper removes the pool after
@@ -152,10 +152,12 @@ class PoolDirectory:
         return bool(self._record(number)[_ENGINE])
 
     def dead(self, for_s: float = 0.0) -> list[int]:
-        """Return the numbers of dead engines that still have a record. All their processes have ended.
+        """Return the numbers of dead engines that still have a record.
+
+        An engine is dead if all its processes have ended.
 
         Args:
-            for_s: seconds since the engine's end was first noticed, at least.
+            for_s: leave out engines whose end was first noticed less than `for_s` seconds ago.
 
         Cost: a system call for each engine.
         """
@@ -181,7 +183,7 @@ class PoolDirectory:
         self._record(self.number)[_HAS_MANAGER] = 1
 
     def end_manager(self) -> None:
-        """Undo `begin_manager`, because the manager could not start."""
+        """Undo `begin_manager`. Call this if the manager could not start."""
         self._record(self.number)[_HAS_MANAGER] = 0
 
     def bury(self, number: int) -> None:
@@ -347,8 +349,8 @@ def remove(name: str, root: Path = SHARED_MEMORY) -> int:
 def locked(root: Path) -> Iterator[None]:
     """Hold the lock of this user's pools: no other process creates, joins or removes pools meanwhile.
 
-    The lock file is deleted before it is unlocked. A process that has waited for the deleted file tries
-    again.
+    The owner deletes the lock file before it unlocks the file. A process that was waiting for the deleted
+    file opens the new file and tries again.
 
     Raises: `UnavailableError` if another process has held the lock for 30 s. It is probably stopped.
     """
@@ -480,9 +482,10 @@ def _pool_of(engine_id: str, root: Path) -> Path | None:
 
 
 def _claim(fd: int, engine_id: str) -> int:
-    """Lock the number of this engine for this process; returns the number.
+    """Lock the byte of this engine's record for this process; returns the number of the record.
 
-    The first process of an engine takes a free record. The record of a dead engine is free after `bury`.
+    The first process of an engine takes a free record. The record of a dead engine becomes free when `bury`
+    is called.
     """
     number = _living_record(fd, engine_id)
     if number is not None:

@@ -27,14 +27,16 @@ def owner_of(number: int) -> int:
 
 
 def take_share(tenants: Tenants, number: int, share: int, running: Iterable[int], capacity: int) -> None:
-    """Set the share, in blocks, of an engine that joins. The engine also gets the blocks of its tenant.
+    """Set the share of an engine that joins, in blocks.
 
-    A restarted engine usually gets its former number, and therefore its former blocks.
+    The engine becomes the owner of all blocks that already belong to its tenant. A restarted engine usually
+    gets its former number, and with it the blocks that it stored before the restart.
 
     Args:
         running: numbers of the running engines.
 
-    Raises: `ConfigError` if the shares of the running engines exceed the capacity; then nothing has changed.
+    Raises: `ConfigError` if the shares of the running engines would exceed the capacity. No share has changed
+    then.
     """
     taken = sum(int(tenants.min[owner_of(other)]) for other in running if other != number)
     available = max(0, capacity - taken) if number < MAX_OWNERS else 0
@@ -51,7 +53,10 @@ def take_share(tenants: Tenants, number: int, share: int, running: Iterable[int]
 
 
 def update_owners(tenants: Tenants, numbers: Iterable[int]) -> None:
-    """Record the numbers of the present engines. Blocks of ended engines are evicted first."""
+    """Record the numbers of the present engines.
+
+    From now on, blocks of all other engines are evicted first.
+    """
     owners = np.zeros(MAX_TENANTS, np.bool_)
     owners[[owner_of(number) for number in numbers]] = True
     owners[0] = False

@@ -15,7 +15,10 @@ _SENTENCES = {
 
 
 def check_table(checked: Check) -> Table:
-    """Build the table for a page or the terminal. Its notes are `check_sentences`."""
+    """Build the table for a page or the terminal.
+
+    The notes below it are the sentences of `check_sentences`.
+    """
     rows = [
         (row.name, value_text(row, row.server), value_text(row, row.predicted), _difference(row), _limit(row))
         for row in checked.rows
@@ -26,7 +29,7 @@ def check_table(checked: Check) -> Table:
 
 
 def check_sentences(checked: Check) -> list[str]:
-    """Return the verdict, and each setting that differs, as sentences."""
+    """Return the verdict as a sentence, then a sentence for each setting that differs."""
     lines = [_SENTENCES[Verdict(checked.verdict)]]
     if checked.settings:
         lines += ["The replay has another set-up than the server:", *checked.settings]

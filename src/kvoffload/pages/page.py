@@ -53,7 +53,8 @@ class Table:
     Attributes:
         headings: heading of each column. A ``#`` at the end marks a column of numbers, which is aligned
             right.
-        marks: for each row ``chosen``, ``cannot``, ``good``, ``bad`` or empty. Empty if no row has a mark.
+        marks: one mark for each row: ``chosen``, ``cannot``, ``good``, ``bad`` or "". The list is empty if no
+            row has a mark.
         notes: lines below the table, on a page only.
     """
 
@@ -66,7 +67,10 @@ class Table:
 
 @dataclass(frozen=True)
 class Text:
-    """Paragraphs under a title; the title may be empty. `is_code` marks text for copying."""
+    """Paragraphs under a title, which may be empty.
+
+    If `is_code` is True, the text is shown as code to copy.
+    """
 
     title: str
     paragraphs: Sequence[str]
@@ -77,7 +81,7 @@ Part = Chart | Table | Text
 
 
 def check_report(path: Path, *, force: bool) -> None:
-    """Raise `ConfigError` if the report cannot be written. Call it before the replays."""
+    """Raise `ConfigError` if the report cannot be written. Call this function before the replays."""
     if path.suffix not in (".html", ".htm"):
         raise ConfigError("report", str(path), "allowed: a file that ends in .html")
     check_new("report", path, force=force)
@@ -87,7 +91,10 @@ def check_report(path: Path, *, force: bool) -> None:
 
 
 def write_report(path: Path, content: str) -> None:
-    """Write a page atomically. Call it after the answer is printed. Raises `ConfigError`."""
+    """Write a page atomically.
+
+    Call this function after the answer is printed. Raises `ConfigError` if the file cannot be written.
+    """
     with replaced("report", path) as incomplete:
         incomplete.write_text(content, "utf-8")
 
@@ -182,7 +189,10 @@ def _compressed(source: str) -> str:
 
 
 def _plotly_js(path: Path | None = None) -> str:
-    """Return the source of plotly.js. Raises `ConfigError` for the report `path` if plotly is missing."""
+    """Return the source of plotly.js.
+
+    Raises `ConfigError` if the package plotly is missing. The message names the report `path`.
+    """
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:

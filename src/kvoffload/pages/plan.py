@@ -201,7 +201,7 @@ def _wait_for_money(answer: PlanAnswer, asked_s: float) -> Chart:
 def _waits(timed: InTime) -> Chart | Text:
     """Build the chart of the times to first token.
 
-    A run with an endless queue has no bars, because its waits depend on the length of the recording.
+    A run whose queue grows without end has no bars, because its waits depend on the length of the recording.
     """
     names = ("p50", "mean", "p90", "p99")
     runs = {"recommended": timed.with_offload, "the GPUs alone": timed.without}
@@ -252,7 +252,10 @@ def _over_time(answer: PlanAnswer) -> Chart:
 
 
 def _with_short_reasons(table: Table, rows: Sequence[PlanRow]) -> Table:
-    """Replace the reasons why rows are infeasible by short names. Notes explain each name by an example."""
+    """Replace the reasons why rows are infeasible by short names.
+
+    Notes below the table explain each short name by an example.
+    """
     cells = [
         shown if row.feasible else [*shown[:-1], row.exceeds]
         for shown, row in zip(table.rows, rows, strict=True)

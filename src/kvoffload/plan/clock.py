@@ -30,8 +30,9 @@ from kvoffload.traces.trace import Trace
 _FORMAT = 2
 """Format of a timed replay in the journal."""
 _SERVER_LATENCY_S = 0.001
-"""Assumed time of a read or write in addition to the transfer of its bytes: a round trip and the work of the
-server."""
+"""Assumed time of a read or write, without the transfer of its bytes: a round trip and the work of the
+server.
+"""
 
 
 class InTime(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,14 +111,14 @@ class Clock:
             raise ConfigError("kv-per-gpu", fleet.kv_bytes_per_gpu, f"{blocks}; {error.allowed}") from None
 
     def can_time(self, row: PlanRow) -> bool:
-        """Return False if the row has shared RAM and the engines are on several hosts, else True."""
+        """Return True unless the row has shared RAM and the engines are on several hosts."""
         return not (row.shared_ram and self._fleet.hosts > 1)
 
     def outcome(self, row: PlanRow, later: int = 0, *, of_all: bool = False) -> TimedOutcome:
         """Return the timed replay of a row. A row without a purchase is replayed on the GPUs alone.
 
         Args:
-            later: number of timed replays that the caller expects after this one, for the progress.
+            later: number of timed replays that the caller expects after this replay, for the progress.
             of_all: True to time all engines, even if they share neither servers nor RAM.
         """
         of_all |= _shares(row)
@@ -218,8 +219,8 @@ class Clock:
     def _with_servers(self, row: PlanRow) -> Machine:
         """Return the machine with its disk replaced by a connection to the servers.
 
-        Each engine has an equal share of the links of hosts and servers. The engines of a RAM pool share one
-        connection.
+        The links of hosts and servers are divided equally among the engines. Engines that share a RAM pool
+        also share one connection.
         """
         fleet, server = self._fleet, self._fleet.prices.server
         links, user = (fleet.hosts, "a pool") if row.shared_ram else (fleet.replicas, "an engine")

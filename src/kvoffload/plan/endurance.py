@@ -31,7 +31,7 @@ class Endurance(msgspec.Struct, frozen=True, kw_only=True):
         row: the row with a write budget equal to the rating.
         budget_bytes_a_day: bytes per day that the write budgets of all engines allow together.
         unlimited: savings of the purchase if SSDs did not wear out.
-        unlimited_writes_a_day: drive writes per day that this would take.
+        unlimited_writes_a_day: drive writes per day with these savings.
         cost: `unlimited` minus the savings of `row`.
         bound: upper bound of the savings with this RAM and write budget. No policy or admission rule exceeds
             the bound, even if it knows the future (`replay.write_bound`).
@@ -58,9 +58,10 @@ def budgeted_row(rows: Sequence[Measured], chosen: Measured) -> Measured | None:
     """Return the row whose write budget is reported; None if no feasible row has a write budget.
 
     1. The chosen row, if it has a write budget.
-    2. Otherwise the purchase that would save most if SSDs did not wear out: its best feasible row with a
-       write budget.
-    3. If no row wears SSDs out: the best feasible row with a write budget, whatever its purchase.
+    2. Otherwise, if some rows would wear SSDs out: consider the purchases that also have a feasible row with
+       a write budget, and take the purchase that would save most without the budget. Return its best feasible
+       row with a write budget.
+    3. Otherwise the best feasible row with a write budget, whatever its purchase.
     """
     if chosen.row.ssd_write_budget:
         return chosen
@@ -78,7 +79,10 @@ def _quality(measured: Measured) -> tuple[float, float]:
 
 
 def unlimited_cell(row: PlanRow) -> Cell:
-    """Return the cell of a row's purchase without a write budget: SSDs admit every block."""
+    """Return the cell with the row's purchase and setup, but without a write budget.
+
+    Its SSDs admit every block.
+    """
     setup = replace(row.setup, ssd_write_budget=0.0, ssd_admission="all")
     return Cell(row.purchase, setup)
 

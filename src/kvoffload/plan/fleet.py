@@ -38,7 +38,7 @@ class Fleet:
 
     Attributes:
         gpus: number of GPUs.
-        kv_bytes_per_gpu: bytes of memory for blocks on each GPU.
+        kv_bytes_per_gpu: bytes of GPU memory for blocks, on each GPU.
         block_bytes: bytes of a trace block, summed over an engine's layers and ranks.
         replicas: number of engines. GPUs, RAM and SSDs are divided equally; servers are shared.
         routing: rule that assigns requests to engines (`replay.routing`).
@@ -160,8 +160,8 @@ class Fleet:
 
         The numbers of drives begin with 0. All other numbers hold at least one block per replica. The largest
         number of drives fills the host's slots, because more drives wear out later. The largest number of
-        modules does so, too, unless fewer modules hold the footprint: a recording cannot show a benefit of
-        more RAM.
+        modules is the first that holds the footprint, because a recording cannot show a benefit of more RAM.
+        If no number of modules holds it, the largest number fills the host's slots.
         """
         ram = [self.blocks(self.ram_bytes(Purchase(n, 0))) for n in range(self.prices.ram.slots + 1)]
         ssd = [self.blocks(self.ssd_bytes(Purchase(0, n))) for n in range(self.prices.ssd.slots + 1)]

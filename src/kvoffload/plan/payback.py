@@ -9,7 +9,7 @@ from kvoffload.plan.findings import Findings
 from kvoffload.plan.rows import PlanRow
 
 LIFE_DAYS = 5 * 365
-"""Assumed life of hardware, in days. A purchase with a longer payback time does not pay."""
+"""Assumed life of hardware, in days. If the payback time is longer, the purchase does not pay off."""
 NO_MORE = 0.0005
 """Smallest share that is not printed as 0.0%."""
 LEAST_GPUS = 0.005
@@ -41,7 +41,7 @@ def saves_less_in_time(row: PlanRow, timed: InTime | None) -> bool:
 def gpus_saved(row: PlanRow, timed: InTime | None) -> float | None:
     """Return the number of GPUs that a purchase replaces; None without speeds or times.
 
-    Less than `PlanRow.gpus_worth` if the timed replay saves less than the untimed replay.
+    The result is less than `PlanRow.gpus_worth` if the timed replay saves less than the untimed replay.
     """
     if row.gpus_worth is None:
         return None

@@ -43,7 +43,9 @@ from kvoffload.text import Report
 _CONFIRMED = 8
 """Approximate number of rows that are measured on all sessions after a search on a sample."""
 _BEYOND_BUDGET = 2
-"""Purchases that cost up to this multiple of the budget are measured, to show the benefit of more money."""
+"""Purchases that cost up to this multiple of the budget are also measured, to show the benefit of a larger
+budget.
+"""
 
 
 class Window(msgspec.Struct, frozen=True):
@@ -68,8 +70,9 @@ class PlanAnswer(Report, frozen=True, kw_only=True):
         words: the answer in sentences.
         sections: the same sentences under titles.
         chosen, smaller, larger, most: rows, as in `targets.Choice`.
-        needed: share of the prefill to save; null without this target.
-        needed_ttft_p90_s: limit for the time to first token; null without this target.
+        needed: share of the prefill to save; null if the target is not a share.
+        needed_ttft_p90_s: limit for the 90th percentile of the time to first token; null if the target has no
+            such limit.
         ceiling: savings of unlimited caches.
         ceiling_apart: savings of unlimited caches that engines do not share.
         by_gpus: savings of the GPUs alone.
@@ -235,7 +238,7 @@ class Plan:
 
     @property
     def _may_share(self) -> bool:
-        """True if the search includes shared servers or RAM; False for a target in seconds."""
+        """True if the search includes shared servers or RAM. False if the target is a time in seconds."""
         fleet = self.fleet
         return (fleet.may_share or fleet.shared_ram) and self.target.ttft_p90_s is None
 
@@ -278,7 +281,7 @@ class Plan:
 
 
 def _in_pools(setups: Sequence[Setup]) -> list[Setup]:
-    """Return the on-compute setups, changed to shared RAM.
+    """Return a copy of each on-compute setup, changed to shared RAM.
 
     A victim tier belongs to one device, so it cannot be shared.
     """

@@ -74,8 +74,10 @@ class Present:
     def compared(self, fleet: Fleet, evidence: Evidence, measuring: Measuring) -> tuple[PresentRow, Check]:
         """Replay the set-up, and compare the sums of all engines with the server's metrics.
 
-        With a machine and recorded times all engines are also replayed in time. Raises: `ConfigError` if an
-        engine gets no requests; errors of `Measuring.measure` and `run_in_time`.
+        If the fleet has a machine and the recording has times, all engines are also replayed in time.
+
+        Raises: `ConfigError` if an engine gets no requests; the errors of `Measuring.measure` and
+        `run_in_time`.
         """
         if len(evidence.traces) < fleet.replicas:
             why = f"with --check allowed: at most {len(evidence.traces)}, the engines that get requests"
@@ -193,7 +195,10 @@ def _device_blocks(server: Served, fleet: Fleet, block_tokens: int) -> int:
 
 
 def _policy(server: Served, policies: Sequence[str]) -> str:
-    """Return the policy in `policies` that the server has. Raises `ConfigError` if it is not the only one."""
+    """Return the policy in `policies` that the server has.
+
+    Raises `ConfigError` unless exactly one policy in the list matches the server's metrics.
+    """
     if server.policies:
         matching = [policy for policy in policies if policy_class(policy).name in server.policies]
         shown = ", ".join(server.policies)

@@ -100,7 +100,7 @@ class Prices(_Part, frozen=True, kw_only=True):
 
     Attributes:
         currency, source, date: currency and origin of the prices. Answers show them.
-        gpu_hour: price of an hour of one GPU; 0: unknown, and no payback is computed.
+        gpu_hour: price of an hour of one GPU; 0 if unknown: no payback is then computed.
         gpus_per_host: GPUs that share a host's RAM and SSDs.
         link_per_s: bandwidth between a GPU and its host, in each direction.
     """
@@ -168,7 +168,9 @@ def as_toml(prices: Prices) -> str:
 
 
 def read_prices(path: Path | None) -> Prices:
-    """Read prices from a TOML or JSON file. Missing fields have their defaults; None gives all defaults.
+    """Read prices from a TOML or JSON file.
+
+    Missing fields get their defaults. If `path` is None, all fields have their defaults.
 
     Raises `ConfigError` with the name of the field.
     """

@@ -37,7 +37,7 @@ class Setup:
         ssd_policy, ssd_admission: policy and rule of the SSDs; empty without SSDs.
         server_admission: rule of the servers; empty without servers.
         ssd_write_budget: drive writes per day to which the SSD tier limits itself; 0: no limit.
-        shared_ram: True if the engines of a host share one RAM pool. Without SSDs only.
+        shared_ram: True if the engines of a host share one RAM pool. Only a setup without SSDs may share RAM.
     """
 
     store: str
@@ -92,10 +92,10 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
             without SSDs.
         ssd_life_years: years until a drive is worn out; null without SSDs.
         feasible: True if the row exceeds no limit.
-        why_not: exceeded limits, in words.
+        why_not: the exceeded limits as sentences.
         exceeds: short names of the exceeded limits: ``SSD wear, budget``.
         ttft_p90_s: 90th percentile of the time to first token; null if it was not simulated.
-        one_in: the row was measured on one session in this many; 1: on all.
+        one_in: the row was measured on one session in this many; 1 means all sessions.
     """
 
     ram_modules: int
@@ -166,7 +166,7 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Measured:
-    """A row, and its number of hits in each window, from which intervals of differences are computed."""
+    """A row and its number of hits in each window. The hits are used to compute intervals of differences."""
 
     row: PlanRow
     hits: Sums

@@ -1,4 +1,4 @@
-"""Samples of sessions. If a recording is long, a plan searches on a sample.
+"""Samples of sessions. A plan of a long recording searches on a sample of its sessions.
 
 A replay's cost is proportional to its requests. Caches are scaled down with the sample (`Fleet.scale`). The
 answer is measured on all sessions.
@@ -19,13 +19,19 @@ from kvoffload.traces.statistics import turns
 ENOUGH_REQUESTS = 10_000
 """Approximate number of requests in a sample."""
 ENOUGH_SESSIONS, ENOUGH_LONG_SESSIONS = 500, 200
-"""Fewest sessions in a representative sample, if sessions are short and if they are long."""
+"""Fewest sessions in a representative sample: the first number for short sessions, the second for long
+sessions.
+"""
 LONG_SESSION = 20
-"""Sessions count as long if their mean number of requests exceeds this value. Sessions of agents are long. In
-a sample of half of 454 such sessions, hit ratios were up to 1.7 points too low."""
+"""Sessions count as long if their mean number of requests is at least this value.
+
+Sessions of agents are long. Measured error of a sample: with half of 454 such sessions, hit ratios were up to
+1.7 points too low.
+"""
 ENOUGH_ON_DEVICE = 2
-"""The scaled-down GPUs of an engine must hold at least this number of requests of mean length, because the
-requests of a sample are as long as those of the recording."""
+"""The scaled-down GPUs of an engine must hold at least this number of requests of mean length, because a
+sample has fewer sessions, but requests as long as the requests of the recording.
+"""
 _MOST = 10_000
 
 

@@ -19,8 +19,10 @@ from kvoffload.plan.rows import Cell, Measured, Setup
 from kvoffload.plan.targets import Choice, Difference, beside, other_ram
 
 KEPT = 2
-"""Number of setups that are measured at all coarse purchases: this many for RAM alone, and this many for each
-kind of tier behind RAM."""
+"""Number of setups that are measured at all coarse purchases.
+
+It applies to RAM alone and, separately, to each kind of tier behind RAM.
+"""
 _ROUNDS = 4
 """Number of rounds of bisection around the answer; twice as many after a search on a sample."""
 
@@ -38,8 +40,8 @@ class TierAxis:
         axis: field of `Purchase` with the number of drives or servers.
         counts: numbers of drives or servers to try, ascending, without 0.
         setups: setups of RAM with this kind of tier behind it.
-        within_rating: called with a setup that exceeds the rated writes of the SSDs. Returns setups with a
-            write budget to replace this setup.
+        within_rating: function that is called with a setup that exceeds the rated writes of the SSDs. It
+            returns setups with a write budget, which replace this setup.
     """
 
     axis: Literal["drives", "servers"]
@@ -61,7 +63,7 @@ class Space:
         setups: setups for purchases without a tier behind RAM.
         tiers: axes of the tiers behind RAM; a purchase has at most one kind of tier.
         allowed: predicate for the purchases to consider.
-        edge: for each number of drives or servers, the purchase with the most RAM within the budget.
+        edge: for each number of drives or servers, the purchase with as much RAM as the budget allows.
     """
 
     modules: Sequence[int]
@@ -114,9 +116,10 @@ def search(
     """Search a space; returns all measured rows and the choice among them.
 
     1. Measure all setups of RAM at a few purchases. These measurements show any large difference.
-    2. Measure tiers behind RAM at a few purchases. These replays take several times as long, so use few
-       setups of RAM. For SSDs: the best setups, and the setup that writes least. For servers: the best setup,
-       and the setup that writes most, because other engines use the blocks.
+    2. Measure tiers behind RAM at a few purchases. These replays take several times as long as replays of RAM
+       alone, so combine the tiers with few setups of RAM. In front of SSDs: the best setups, and the setup
+       that writes least. In front of servers: the best setup, and the setup that writes most, because other
+       engines use the blocks.
     3. If SSDs would wear out, measure the purchase with a write budget at the rating.
     4. Measure the best setups at all coarse purchases; if step 3 measured rows, include the best setup with a
        write budget.
@@ -235,7 +238,10 @@ class _Table:
         self.rows.update(zip(new, self._measure(new, later), strict=True))
 
     def measure_within_rating(self, axis: TierAxis, setups: Sequence[Setup], later: int) -> list[Setup]:
-        """Replace setups that wear SSDs out by setups with a write budget; measure and return these."""
+        """Replace setups that wear SSDs out by setups with a write budget.
+
+        Measure and return the new setups.
+        """
         cells = [
             Cell(cell.purchase, setup)
             for cell, measured in self.rows.items()
@@ -250,9 +256,9 @@ class _Table:
     ) -> tuple[list[Measured], Choice]:
         """Bisect between the answer and its neighbours; return all rows and the choice.
 
-        The new purchases are measured with the setups `kept`; None: with the answer's setup. If the answer
-        has a tier behind RAM and `kept` is given, also bisect between purchases of RAM alone: an amount of
-        RAM between two coarse sizes may be cheaper.
+        The new purchases are measured with the setups `kept` or, if `kept` is None, with the answer's setup.
+        If the answer has a tier behind RAM and `kept` is given, also bisect between purchases of RAM alone,
+        because an amount of RAM between two coarse sizes may be cheaper than the answer.
         """
 
         def without_tier(rows: Sequence[Measured]) -> Choice:
@@ -290,12 +296,12 @@ def _ends_and_middle(values: Sequence[int]) -> list[int]:
 
 
 def _kept(rows: dict[Cell, Measured], setups: Sequence[Setup], difference: Difference) -> list[Setup]:
-    """Select up to `KEPT` setups that are best most often.
+    """Select up to `KEPT` setups.
 
-    Setups are ranked by the number of purchases at which the setup is best. Ties are ranked by the number of
-    purchases at which the setup does not differ significantly from the best. Infeasible rows count only if
-    all rows of a purchase are infeasible. If several setups have equal results everywhere, for example
-    because a rule rejects nothing, only the first is selected.
+    A setup ranks higher if it is best at more purchases. Among equal setups, a setup ranks higher if at more
+    purchases it does not differ significantly from the best setup. Infeasible rows count only if all rows of
+    a purchase are infeasible. If several setups have equal results everywhere, for example because a rule
+    rejects nothing, only the first is selected.
     """
     wins: dict[Setup, tuple[int, int, float]] = dict.fromkeys(setups, (0, 0, 0.0))
     by_purchase: dict[Purchase, list[Measured]] = {}
@@ -335,7 +341,8 @@ def _are_equal(rows: dict[Cell, Measured], setup: Setup, other: Setup) -> bool:
 def _extreme_writer(rows: dict[Cell, Measured], extreme: Callable[..., Setup]) -> list[Setup]:
     """Return a list with the setup that writes least (`extreme` is `min`) or most (`max`) to RAM.
 
-    This setup also writes least or most to the tiers behind RAM. The list is empty without rows.
+    The setup that writes least (most) to RAM also writes least (most) to the tiers behind RAM. The list is
+    empty if `rows` is empty.
     """
     written: dict[Setup, float] = {}
     for cell, measured in rows.items():

@@ -15,7 +15,9 @@ from kvoffload.sweep.bootstrap import Interval
 from kvoffload.sweep.table import YARDSTICK
 
 ENOUGH = 0.95
-"""Without a target, a purchase is enough if it has this share of the largest gain over the GPUs alone."""
+"""If no target is set, a purchase is enough if its gain over the GPUs alone is at least this share of the
+largest gain.
+"""
 ABOUT = 1.1
 """Two prices are about the same if the higher price is at most this multiple of the lower price."""
 
@@ -25,7 +27,7 @@ Difference = Callable[[Measured, Measured], "Interval | None"]
 
 @dataclass(frozen=True)
 class Target:
-    """Target of a plan: a budget, at most one other field, or both. All fields may be unset.
+    """Target of a plan. All fields are optional. Besides the budget, at most one field may be set.
 
     Attributes:
         budget: limit for the price.
@@ -107,7 +109,7 @@ class Choice:
         most: the feasible row that saves most within the budget.
         smaller: the next cheaper purchase; None if no purchase is cheaper.
         larger: the next larger feasible purchase that saves more; None if no purchase saves more.
-        needed: share of the prefill to save; None without this target.
+        needed: share of the prefill to save; None if the target is not a share.
     """
 
     outcome: Outcome
@@ -131,8 +133,8 @@ def best_of_each(rows: Sequence[Measured], *, feasible_first: bool = False) -> l
     """List the best feasible row of each purchase, cheapest purchase first.
 
     Args:
-        feasible_first: for a purchase without a feasible row: True lists its best infeasible row, False
-            leaves the purchase out.
+        feasible_first: determines what happens to a purchase without a feasible row. True: list its best
+            infeasible row. False: leave the purchase out.
     """
     best: dict[Purchase, Measured] = {}
     for measured in rows:
@@ -145,7 +147,11 @@ def best_of_each(rows: Sequence[Measured], *, feasible_first: bool = False) -> l
 
 
 def _rank(measured: Measured) -> tuple[bool, float, bool]:
-    """Sort key of a row. Feasible rows rank first, then more savings, then LRU, because LRU is simple."""
+    """Sort key of a row.
+
+    Feasible rows rank before infeasible rows. Among these, rows with more savings rank first, then rows with
+    LRU, because LRU is simple.
+    """
     row = measured.row
     return row.feasible, row.saved, (row.policy, row.admission) == (YARDSTICK, "all")
 
@@ -162,9 +168,9 @@ def frontier(rows: Sequence[Measured]) -> list[Measured]:
 def beside(rows: Sequence[Measured], chosen: Measured) -> Measured | None:
     """Find the rival of a row with servers among the purchases without servers, and vice versa.
 
-    The rival is the best feasible row that costs at most `ABOUT` times the price of `chosen`. If there is no
-    such row, the rival is the cheapest feasible row. Returns None if `chosen` buys nothing, or if there is no
-    feasible rival, for example because servers were not searched.
+    The rival is the best feasible row whose price is at most `ABOUT` times the price of `chosen`. If every
+    feasible row costs more, the rival is the cheapest feasible row. Returns None if `chosen` buys nothing, or
+    if there is no feasible rival, for example because servers were not searched.
     """
     rivals = [measured for measured in best_of_each(rows) if measured.row.purchase != NOTHING
               and bool(measured.row.servers) != bool(chosen.row.servers)]  # fmt: skip
@@ -189,8 +195,8 @@ def other_ram(rows: Sequence[Measured], chosen: Measured) -> Measured | None:
 def choose(rows: Sequence[Measured], needed: float | None, difference: Difference) -> Choice:
     """Choose the cheapest purchase that saves the share `needed`.
 
-    If `needed` is None, choose the cheapest purchase that meets one of two conditions. Its gain over the GPUs
-    alone is at least `ENOUGH` of the largest gain, or its savings do not differ significantly from the
+    If `needed` is None, choose the cheapest purchase that meets one of two conditions: its gain over the GPUs
+    alone is at least `ENOUGH` times the largest gain, or its savings do not differ significantly from the
     largest savings.
 
     Args:
@@ -217,5 +223,8 @@ def choose(rows: Sequence[Measured], needed: float | None, difference: Differenc
 
 
 def _alike(lead: Interval | None) -> bool:
-    """Return True if a lead is not significantly above 0. False without an interval."""
+    """Return True if the interval of the lead includes 0 or lies below 0.
+
+    Return False if there is no interval.
+    """
     return lead is not None and lead.low <= 0

@@ -24,8 +24,9 @@ def choose_by_wait(rows: Sequence[Measured], most_s: float, clock: Clock) -> Cho
     was timed and exceeds the limit. Still cheaper purchases are assumed to exceed the limit, too, although
     more RAM need not always shorten waits.
 
-    If no cached time of a ladder is within the limit, its purchases are first timed in descending order of
-    RAM. This stops when a purchase is within the limit, or when the wait no longer decreases.
+    If no cached time of a ladder is within the limit, its purchases are timed in descending order of RAM
+    before the bisection. This stops when a purchase is within the limit, or when the wait no longer
+    decreases.
 
     Only the best row of each purchase is timed. If no timed row is within the limit, the timed row with the
     shortest wait is chosen.

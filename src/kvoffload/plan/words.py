@@ -200,7 +200,7 @@ def _days(days: float) -> str:
 
 
 def _overload(findings: Findings) -> list[str]:
-    """Report that the GPUs are overloaded, so that more GPUs are the first purchase."""
+    """Report that the GPUs are overloaded, and that more GPUs should therefore be bought first."""
     timed = findings.in_time
     if timed is None or not timed.without.is_overloaded or not findings.evidence.duration_s:
         return []
@@ -307,7 +307,8 @@ def _cost_of_endurance(endurance: Endurance) -> str:
 def _within_rating(findings: Findings) -> list[str]:
     """Describe the purchase with a write budget.
 
-    The list is empty if this purchase is recommended, or if its budget costs no savings.
+    The list is empty if this purchase is the recommended purchase, or if the write budget does not reduce its
+    savings.
     """
     endurance = findings.endurance
     if endurance is None or endurance.row == findings.row or endurance.cost < NO_MORE:
@@ -358,7 +359,10 @@ def _first_tokens(timed: InTime, row: PlanRow) -> list[str]:
 
 
 def _hits(timed: InTime, row: PlanRow) -> list[str]:
-    """Explain why the timed replay has fewer hits than the untimed replay; empty if there are not fewer."""
+    """Explain why the timed replay has fewer hits than the untimed replay.
+
+    The list is empty if it does not have fewer hits.
+    """
     run, where = timed.with_offload, " on that engine" if timed.is_one_of_several else ""
     if row.saved - run.hit_ratio < NO_MORE:
         return []
@@ -379,7 +383,7 @@ def ttft(run: TimedOutcome) -> list[tuple[str, float]]:
 
 
 def shares(run: TimedOutcome) -> tuple[str, str]:
-    """Return the shares of waiting and of loading in the mean time to first token, as text."""
+    """Return two texts: the shares of waiting and of loading in the mean time to first token, in percent."""
     mean = run.ttft_s.mean or 1.0
     return percent(run.waiting_s.mean / mean, 0), percent(run.loading_s.mean / mean, 0)
 
@@ -437,7 +441,10 @@ def _pooling(findings: Findings) -> list[str]:
 
 
 def _larger(findings: Findings, rival: Measured | None) -> list[str]:
-    """Describe the benefit of the next larger purchase, unless the sentence about `rival` does so."""
+    """Describe the benefit of the next larger purchase.
+
+    The list is empty if the sentence about `rival` already describes this purchase.
+    """
     choice, currency = findings.choice, findings.currency
     larger, chosen = choice.larger, choice.chosen
     if larger is None:
@@ -483,7 +490,10 @@ def _points(chosen: Measured, other: Measured) -> str:
 
 
 def _more_ssds(row: PlanRow, rows: Sequence[Measured]) -> list[str]:
-    """Report that more SSDs behind the same RAM save nothing. The list is empty if they save more."""
+    """Report that more SSDs behind the same RAM would save nothing.
+
+    The list is empty if they would save more.
+    """
     saved = [measured.row.saved for measured in rows
              if (measured.row.ram_modules, measured.row.servers) == (row.ram_modules, row.servers)
              and measured.row.ssd_drives > row.ssd_drives]  # fmt: skip

@@ -20,7 +20,10 @@ End = tuple[int, RequestContext]
 
 
 DecodeSpeed: TypeAlias = NotNegative
-"""Generated tokens per second of each request. 0: a request ends as soon as it is served."""
+"""Assumed speed of each request, in generated tokens per second.
+
+0 means that a request ends as soon as it is served.
+"""
 
 
 class EndsAtOnce:
@@ -48,7 +51,8 @@ class EndsAtOnce:
 class EndsWhenGenerated(EndsAtOnce):
     """Requests generate their answers from their arrival on, at a constant speed, and then end.
 
-    An end precedes an arrival at the same time. Simultaneous ends follow the order of the requests.
+    If a request ends at the time at which another request arrives, the end comes first. If several requests
+    end at the same time, they end in the order of their numbers.
     """
 
     are_late = True

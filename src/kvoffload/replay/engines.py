@@ -66,8 +66,9 @@ class EngineQueue:
 class EngineParts:
     """The admission rules and queues of the engines that use one manager, as in a `NodeManager`.
 
-    An admission rule counts only its engine's requests. A queue holds its engine's waiting requests. The
-    manager expects at most an engine's share of the blocks for each queue.
+    Each engine has its own admission rule, which counts only the engine's requests, and its own queue of
+    waiting requests. Of the blocks that the manager can expect (`most_expected`), each queue may use an equal
+    share.
     """
 
     def __init__(self, manager: AnyManager, admission: str, num_engines: int) -> None:
@@ -79,7 +80,10 @@ class EngineParts:
         self._queues = [ram.new_queue(lambda: share) for _ in range(num_engines)]
 
     def switch_to(self, engine: int) -> None:
-        """Install this engine's rule and queue in the manager, until the next call of this method."""
+        """Install this engine's rule and queue in the manager.
+
+        They stay until the next call of this method.
+        """
         self._manager.admission = self._manager.store_mode.admission = self._rules[engine]
         self._manager.queue = self._queues[engine]
 
@@ -94,7 +98,7 @@ class Engines:
             as in `NodeManager`.
 
     Attributes:
-        hit_blocks_of_others: number of loaded block references to blocks that another engine computed and
+        hit_blocks_of_others: number of loaded block references whose block another engine had computed and
             stored.
     """
 
@@ -146,7 +150,7 @@ class Engines:
             self._writers[codes] = self._engine_of[request]
 
     def loaded(self, request: int, codes: npt.NDArray[np.int32]) -> None:
-        """Count the blocks among these loaded blocks that another engine stored.
+        """Count how many of the loaded blocks `codes` another engine has stored.
 
         For each request, call `loaded` before `stored`.
         """

@@ -38,7 +38,7 @@ class Injection:
     def apply(self, tier: MemoryTier, slots: Rows) -> npt.NDArray[np.int64]:
         """Damage some of `slots`, which have just been written; returns the damaged slots, ascending.
 
-        Every returned slot has other bytes than before, and no other slot has changed. A swap or a torn write
+        The bytes of every returned slot have changed, and no other slot has changed. A swap or a torn write
         needs a second slot: another slot of the batch or, if the batch has one slot, any slot of the tier. A
         swap damages both slots.
         """
@@ -86,7 +86,7 @@ def _bitflip(tier: MemoryTier, slot: int, other: int, below: Below) -> None:
 
 
 def _swap(tier: MemoryTier, slot: int, other: int, below: Below) -> None:
-    """Exchange two slots with their checksums: each block is intact, but in the wrong slot."""
+    """Exchange the contents and the checksums of two slots: each block is intact, but in the wrong slot."""
     tier.pool[[slot, other]] = tier.pool[[other, slot]]
     if tier.checksums is not None:
         tier.checksums[[slot, other]] = tier.checksums[[other, slot]]
@@ -98,7 +98,7 @@ def _zero(tier: MemoryTier, slot: int, other: int, below: Below) -> None:
 
 
 def _torn(tier: MemoryTier, slot: int, other: int, below: Below) -> None:
-    """Replace the second half by another block's second half, as if the write had stopped half-way."""
+    """Replace the second half of the block by another block's, as if the write had stopped half-way."""
     half = tier.block_bytes // 2
     tier.pool[slot, half:] = tier.pool[other, half:]
 

@@ -20,10 +20,11 @@ SETTLE_S = 600.0
 
 
 def may_be_shared(tier: TierOptions) -> bool:
-    """Return True if all engines of a replay use one tier: a simulated tier without ``per_engine``.
+    """Return True if all engines of a replay may use one tier with these options.
 
-    Such a tier simulates a server. Each engine opens all other tiers itself, as in production: it has its own
-    directory on a disk, or its own connection to a server.
+    Only a simulated tier without ``per_engine`` may be shared. Such a tier simulates a server. All other
+    tiers are opened once for each engine, as in production: each engine has its own directory on a disk, or
+    its own connection to a server.
     """
     return not getattr(tier, "per_engine", True)
 
@@ -34,7 +35,7 @@ def replica_name(engine: int, num_engines: int) -> str:
 
 
 def make_ram_manager(members: Sequence[TieredManager]) -> Callable[..., OffloadingManager]:
-    """Return the argument `make_ram_manager` for the next `TieredManager` of a RAM.
+    """Return the argument `make_ram_manager` for the `TieredManager` of the next engine of a RAM.
 
     The first member creates the manager of RAM. All later members use this manager too.
     """
@@ -57,10 +58,11 @@ def open_members(
 
     Args:
         ram: the memory of RAM's slots; the number of slots is the capacity.
-        shared: the last tier, if engines of other RAM use it too. None: open it here.
+        shared: the last tier, if engines of other RAM use this tier, too. None: this function opens the last
+            tier.
         manager: keyword arguments of `OffloadingManager`.
 
-    Raises: as `open_tiers`. The caller closes the managers.
+    Raises: the errors of `open_tiers`. The caller must close the managers.
     """
     members = list[TieredManager]()
     names = names_of(tiers)

@@ -12,7 +12,7 @@ from kvoffload.whatif.estimate import Estimate
 
 
 def sums_of(reports: Iterable[object], *names: str) -> dict[str, Any]:
-    """Sum these fields of several reports."""
+    """Return the sum of each field in `names` over several reports."""
     listed = list(reports)
     return {name: sum(getattr(report, name) for report in listed) for name in names}
 
@@ -22,8 +22,8 @@ class HeldBlocks(msgspec.Struct, frozen=True):
 
     Attributes:
         min_blocks, max_blocks: the quota; `max_blocks` null for no limit.
-        blocks_held: blocks at the end that the tenant owns.
-        blocks_evicted: blocks of the tenant that the tier evicted.
+        blocks_held: number of blocks that the tenant owns at the end.
+        blocks_evicted: number of the tenant's blocks that were evicted.
     """
 
     tenant: str
@@ -39,12 +39,12 @@ class TierReport(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: ``ram``, or the tier's name (`kvoffload.tiers.spec.names_of`).
         hit_blocks: block references served from this tier. If a faster tier also has the block, the reference
-            counts there.
-        blocks_written, blocks_evicted: blocks written to the tier, and blocks evicted from it. For RAM,
-            promotions and the evictions that they cause are included.
+            counts for the faster tier.
+        blocks_written, blocks_evicted: blocks written to the tier, and blocks evicted from it. The counters
+            of RAM include promotions and the evictions that they cause.
         bytes_written, bytes_read: 0 without data.
         mismatches_caught: blocks that failed their checksum and became misses.
-        unanswered_blocks: blocks of probes, reads and writes that exceeded their deadline.
+        unanswered_blocks: number of blocks in probes, reads and writes that exceeded their deadline.
         outages, outage_s: number of outages, and their total duration in seconds. During an outage all blocks
             of the tier are misses.
         requests: requests to a bucket.
@@ -68,13 +68,15 @@ class TierReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TenantReport(HeldBlocks, frozen=True, kw_only=True):
-    """Counters of a tenant with a quota of RAM, or of all other requests: ``other``.
+    """Counters of a tenant with a quota of RAM.
+
+    The tenant ``other`` stands for all requests of tenants without a quota.
 
     The quota holds for each instance.
 
     Attributes:
         block_refs: block references of the tenant's requests.
-        prefix_hit_blocks: block references among them that were prefix hits.
+        prefix_hit_blocks: number of these block references that were prefix hits.
     """
 
     block_refs: int
@@ -95,17 +97,17 @@ class ReplayReport(Report, frozen=True, kw_only=True):
         prefix_hit_blocks, prefix_hit_ratio: references served by the device and all tiers.
         device_hit_blocks: prefix hits of the device.
         offload_hit_blocks: prefix hits of all tiers.
-        block_hit_ratio: share of references to resident blocks, at any depth. Resident means in RAM; for a
-            victim tier, in RAM or on the device.
+        block_hit_ratio: share of the references whose block was resident, even if an earlier block of the
+            request was absent. Resident means in RAM or, for a victim tier, in RAM or on the device.
         infinite_hit_ratio: prefix-hit ratio of an unlimited cache.
-        optimum_hit_ratio: upper bound for any policy behind this device, for a cache with the capacity of all
-            tiers together. The cache is empty at the start, so hits may exceed the bound if a disk has blocks
-            of an earlier run.
+        optimum_hit_ratio: upper bound of the prefix-hit ratio for any policy behind this device, in a cache
+            with the capacity of all tiers together. The bound assumes that the cache is empty at the start,
+            so hits may exceed it if a disk has blocks of an earlier run.
         tokens: prompt tokens in full blocks.
-        tokens_saved: number of these tokens that were hits.
+        tokens_saved: number of these prompt tokens whose block was a prefix hit.
         share_outside_blocks: share of the prompt tokens that are in no whole block; null if it is unknown.
-        blocks_written, blocks_evicted, blocks_refused, blocks_dropped: counters of RAM. Refused: by the
-            admission rule or the policy. Dropped: because there was no room.
+        blocks_written, blocks_evicted, blocks_refused, blocks_dropped: counters of RAM. The admission rule or
+            the policy refused a block; a block was dropped if there was no room.
         blocks_promoted: blocks among `blocks_written` that came from lower tiers.
         writes_per_ref: blocks written per block reference.
         block_bytes, bytes_stored, bytes_loaded: 0 without data.
@@ -128,7 +130,7 @@ class ReplayReport(Report, frozen=True, kw_only=True):
             the shared tier.
         tiers: RAM and the tiers behind it, fastest first; their `hit_blocks` add up to `offload_hit_blocks`.
         what_if_sample: one block in this many was sampled for `what_if`; 0 if `what_if` is empty.
-        what_if: estimates for other settings of RAM, the current setting's first.
+        what_if: estimates for the current setting of RAM, then for other settings.
         tenants: counters of each tenant with a quota, then of all other requests; empty without quotas.
     """
 

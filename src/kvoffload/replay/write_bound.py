@@ -30,8 +30,8 @@ def bound_within_writes(
 ) -> int:
     """Bound the prefix hits of RAM and a tier behind RAM, with at most `max_writes` writes to the tier.
 
-    No policy and no admission rule exceeds the bound; perhaps none reaches it. It is the least of three
-    bounds:
+    No policy and no admission rule exceeds the bound. It is not known whether any of them reaches it. The
+    result is the least of three bounds:
 
     - The optimum of one cache of `capacity_blocks` + `tier_blocks`, with any number of writes.
     - The optimum of RAM alone, plus all uses of the `max_writes` most used blocks. First uses, and uses that
@@ -39,10 +39,11 @@ def bound_within_writes(
     - A Lagrangian relaxation. There are two kinds of hits: (1) RAM holds a block during the interval from the
       block's last offer to its use; (2) the block was written to the tier. RAM holds at most
       `capacity_blocks` at any time, and each written block takes one of the writes. Assume that a slot of RAM
-      costs `p` from one request to the next, and that a write has a price. Each block then has two options:
-      pay for its intervals that are worth their price, or pay for one write and get all its uses. By weak
-      duality, for any two prices, the hits are at most the sum of the blocks' best net gains and the prices
-      of all slots and writes. The best price of a write follows from `p`, and a search finds a good `p`.
+      costs `p` from one request to the next, and that a write has a price. Each block then has two options.
+      It can pay for each interval that is worth its price, or it can pay for one write and get all its uses.
+      By weak duality, for any two prices, the hits are at most the sum of the blocks' best net gains and the
+      prices of all slots and writes. The best price of a write follows from `p`, and a search finds a good
+      `p`.
 
     The second and third bound let the tier keep every written block forever, from its first offer on.
 
@@ -52,8 +53,8 @@ def bound_within_writes(
         max_writes: blocks that may be written to the tier in the whole trace.
         device_blocks, store: as for `optimum`.
 
-    Cost: O(1) per reference and step, 0.3 s per million references. Raises: `ConfigError` as `optimum`, and
-    for a negative number of writes.
+    Cost: O(1) per reference and search step; in total 0.3 s per million references. Raises: `ConfigError` for
+    a negative number of writes, and the errors of `optimum`.
     """
     if max_writes < 0:
         raise ConfigError("max_writes", max_writes, "allowed: 0 or more")
@@ -68,9 +69,10 @@ def bound_within_writes(
 def oracle_within_writes(trace: Trace, hits_per_request: npt.NDArray[np.int32], max_writes: int) -> int:
     """Compute the prefix hits of given caches with a tier behind them. An oracle chooses the tier's writes.
 
-    The caches in front are assumed to have the same hits as without the tier. The oracle writes the
-    `max_writes` blocks with the most missed uses, and the tier keeps these blocks forever. The result does
-    not bound a replay: promoted blocks enter a real cache in front, so this cache may have more hits.
+    The given caches are assumed to have the same hits as without the tier. The oracle writes the `max_writes`
+    blocks with the most missed uses, and the tier keeps these blocks forever. The result is no upper bound
+    for a replay. In a replay, promoted blocks also enter the cache in front of the tier, which may then have
+    more hits.
 
     Args:
         hits_per_request: prefix hits of each request without the tier (`Replay.hits_per_request`).
@@ -87,7 +89,7 @@ def oracle_within_writes(trace: Trace, hits_per_request: npt.NDArray[np.int32], 
 
 @dataclass(frozen=True)
 class _Uses:
-    """Uses that the device does not serve, without the first use of each block.
+    """The uses that the device does not serve. The first use of each block is left out.
 
     Attributes:
         blocks: for each use, the code of the block.

@@ -1,9 +1,9 @@
 """Sources of options: given values, the environment, a file.
 
 An option has the same name in ``kv_connector_extra_config``, in Python, on a command line and in a TOML file.
-In the environment its name is ``KVOFFLOAD_NAME``. The option ``config``, or ``KVOFFLOAD_CONFIG``, has the
-path of the file. A given value overrides the environment, and the environment overrides the file. An option
-is documented where it is used.
+In the environment its name is ``KVOFFLOAD_NAME``. The path of the file is given by the option ``config`` or
+the variable ``KVOFFLOAD_CONFIG``. A given value overrides the environment, and the environment overrides the
+file. An option is documented where it is used.
 """
 
 from __future__ import annotations
@@ -39,12 +39,16 @@ OF_ENGINES = (
     "what_if",
     "what_if_sample",
 )
-"""Options that an engine reads from the environment and from a file. All other options can be set only in
-vLLM's flag."""
+"""Options that an engine reads from the environment and from a file.
+
+All other options of an engine can be set only in vLLM's flag.
+"""
 
 _ONE_MEANING = {"admission", "store_threshold", "max_tracker_size"}
-"""Options that together set the admission rule. If a source sets one of them, all of them are ignored in the
-sources that it overrides."""
+"""Options that together set the admission rule.
+
+If a source sets at least one of these options, all of them are ignored in sources of lower priority.
+"""
 
 
 def gathered(
@@ -76,7 +80,10 @@ def gathered(
 
 
 def _check_environment() -> None:
-    """Refuse variables that look like misspelt options. Any other variable with the prefix is ignored."""
+    """Raise `ConfigError` for environment variables that look like misspelt options.
+
+    Other unknown variables with the prefix ``KVOFFLOAD_`` are ignored.
+    """
     known = {name.upper() for name in (*OF_ENGINES, "config")}
     names = (name.removeprefix(PREFIX) for name in os.environ if name.startswith(PREFIX))
     for name in names:

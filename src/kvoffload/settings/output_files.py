@@ -11,9 +11,11 @@ from kvoffload.errors import ConfigError
 
 
 def check_new(field: str, path: Path, *, force: bool) -> None:
-    """Raise `ConfigError` if an output file has content, unless `force` is set. Call it before the work.
+    """Raise `ConfigError` if an output file has content and `force` is not set.
 
-    Devices and pipes are accepted, and empty files, which an aborted command leaves.
+    Call this function before the work.
+
+    Devices and pipes are accepted. Empty files are accepted, too, because an aborted command may leave them.
     """
     if path.is_dir():
         raise ConfigError(field, str(path), "allowed: a regular file, or a new one")
@@ -22,14 +24,17 @@ def check_new(field: str, path: Path, *, force: bool) -> None:
 
 
 def check_regular(field: str, path: Path) -> None:
-    """Raise `ConfigError` for a device such as /dev/stdout, which `replaced` would replace by a file."""
+    """Raise `ConfigError` unless `path` is a regular file or does not exist.
+
+    Without this check, `replaced` would replace a device such as /dev/stdout by a file.
+    """
     if path.exists() and not path.is_file():
         raise ConfigError(field, str(path), "allowed: a regular file, or a new one")
 
 
 @contextmanager
 def written(field: str, path: Path) -> Iterator[None]:
-    """Raise `ConfigError` with the option `field` instead of any `OSError`, also for a full disk."""
+    """Context manager that converts any `OSError` to a `ConfigError` that names the option `field`."""
     try:
         yield
     except OSError as error:
@@ -38,9 +43,9 @@ def written(field: str, path: Path) -> Iterator[None]:
 
 @contextmanager
 def replaced(field: str, path: Path) -> Iterator[Path]:
-    """Yield the path of an incomplete file, ``NAME.part``. At the end it replaces `path` atomically.
+    """Yield the path of a temporary file, ``NAME.part``. At the end, this file replaces `path` atomically.
 
-    After an error the incomplete file is deleted. Raises `ConfigError` as `written`.
+    After an error, the temporary file is deleted. An `OSError` becomes a `ConfigError`, as in `written`.
     """
     incomplete = path.with_name(path.name + ".part")
     with written(field, path):

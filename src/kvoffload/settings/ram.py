@@ -17,13 +17,13 @@ class RamOptions:
     """RAM for blocks: ``64GiB``, ``64GiB,shared=node``, or ``{"size": "64GiB", "shared": "node"}``.
 
     Attributes:
-        size: size in bytes. In vLLM: of all workers of the engine together.
-        shared: ``node``: one pool of this size for all engines of the user on this machine, if their blocks
-            are equal. Empty: the engine has its own pool.
+        size: size in bytes. In vLLM, it is the total of all workers of the engine.
+        shared: ``node`` or empty. With ``node``, all engines of the user on this machine whose blocks are
+            equal share one pool of this size. If empty, the engine has its own pool.
         keep_s: seconds for which a shared pool remains after its last engine has ended; 0: the pool is
             removed at once.
         share: number of bytes of a shared pool that belong to this engine while it runs. Other engines may
-            use them while this engine does not. None: no share.
+            use these bytes while this engine does not use them. None: no share.
     """
 
     size: Size

@@ -32,8 +32,11 @@ MOST_BLOCKS = 2**30
 ANY_TRACE = MOST_BLOCKS
 """Number of unique blocks that is assumed when capacities are checked before the trace is read."""
 _NUMBER = re.compile(r"(\d{1,30}(?:\.\d{1,30})?)\s*([A-Za-z%]*)")
-"""A number with a unit. The number of digits is limited, because with very many digits `int` raises and
-`float` is infinite."""
+"""A number with a unit.
+
+The number of digits is limited, because for very long numbers `int` raises an error and `float` returns
+infinity.
+"""
 _CAPACITIES = "allowed: a number of blocks (5000), a share of the unique blocks (5%), or a size (4GiB)"
 
 
@@ -62,7 +65,8 @@ def parse_capacity(field: str, text: str, block_bytes: int | None, unique_blocks
     Args:
         block_bytes: bytes of one block, for sizes such as ``4GiB``; None if unknown.
 
-    Raises: `ConfigError` for an unreadable capacity, less than one block, or more than `MOST_BLOCKS`.
+    Raises: `ConfigError` if the text cannot be parsed, or if the capacity is less than one block or more than
+    `MOST_BLOCKS`.
     """
     match = _NUMBER.fullmatch(text.strip())
     if match is None or (match[2] == "" and "." in match[1]):
@@ -98,7 +102,7 @@ class Parser(Protocol):
     """Parser of a value, for use in ``Annotated``.
 
     Attributes:
-        allowed: description of the values that `parse` accepts.
+        allowed: description of the values that `parse` accepts, for messages.
     """
 
     @property
@@ -265,7 +269,8 @@ def read_options(
 
     Args:
         where: name of the group of options, for messages: ``tiers[0]``.
-        other_names: alias -> option. An option given under several names must have one value.
+        other_names: alias -> option. An option that is given under several names must have the same value
+            under each name.
         also_known: names to accept and ignore, because other code reads them.
         problems: problems found earlier, to report together with the new problems.
 
@@ -294,9 +299,9 @@ def read_options(
 
 
 def given_once(field: str, settings: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Return a dict of the options of a text, as pairs of name and value.
+    """Convert `settings`, pairs of option name and value, to a dict.
 
-    Raises: `ConfigError` that names an option that is given twice.
+    Raises: `ConfigError` if an option is given twice.
     """
     values: dict[str, str] = {}
     for name, value in settings:
@@ -307,7 +312,10 @@ def given_once(field: str, settings: Iterable[tuple[str, str]]) -> dict[str, str
 
 
 def within(field: str, options: type[T], given: Mapping[str, Any]) -> T:
-    """Read the value of the option `field`, which is a group of options. Errors name ``field.option``."""
+    """Read the value of the option `field`, which is itself a group of options.
+
+    Error messages name ``field.option``.
+    """
     try:
         return read_options(options, given, field)
     except CombinedConfigError as several:

@@ -26,7 +26,7 @@ class Parameter(NamedTuple):
 
     Attributes:
         kind: type of the values, with bounds.
-        allowed: the same in words.
+        allowed: description of the allowed values.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Parameter(NamedTuple):
 
 
 class Registry(Generic[T]):
-    """Classes that implement one contract, by name. Also a `Parser` of these names.
+    """Classes that implement one contract, by name. A registry is also a `Parser` of these names.
 
     A built-in class has the name of its file in `package`, without a leading underscore (``_2q``). Installed
     packages add entry points in the group `package`. Any other class is ``module:Class`` or
@@ -45,8 +45,8 @@ class Registry(Generic[T]):
     Commas separate name and parameters: ``s3fifo,small_share=0.2``. A parameter is a public attribute with
     an annotation and a default, and no ``ClassVar``. The first value may follow a colon: ``reuse:2``.
 
-    Classes are imported on demand. A process can unpickle a class from a file only after `find` with the same
-    text: send the text to other processes, not the class.
+    Classes are imported on demand. A process can unpickle a class of a user's file only after it has called
+    `find` with the same text. So send the text to other processes, not the class.
 
     Args:
         field: name in error messages: ``policy``.
@@ -122,7 +122,10 @@ class Registry(Generic[T]):
         return list(listed.values())
 
     def _named(self, name: str) -> tuple[type[T], str | None]:
-        """Return the class that `name` names, and the text after the colon in ``reuse:2``, or None."""
+        """Return the class that `name` selects, and its parameter.
+
+        The parameter is the text after the colon, such as ``2`` in ``reuse:2``, or None without a colon.
+        """
         known, colon, text = name.partition(":")
         value = text if colon else None
         # Built-in classes first, because a search of entry points reads files of every installed package.
@@ -187,7 +190,7 @@ def _is_class(value: object) -> TypeGuard[type[Any]]:
 
 
 def _load_file(path: Path) -> ModuleType:
-    """Import a file once, under a name made from its path."""
+    """Import a Python file, unless it is already imported. The module's name is made from the file's path."""
     path = path.resolve()
     name = f"{path.stem}_{hashlib.sha256(bytes(path)).hexdigest()[:12]}"
     if name in sys.modules:

@@ -20,15 +20,15 @@ INTERVAL_S = 1.0
 class WatchedFile(Generic[T]):
     """A JSON object in a file, read again whenever the file changes.
 
-    A missing file is no error: it means that the user has not given settings yet. To change the file, write a
-    new file and rename it to `path`, so that no incomplete version is read.
+    A missing file is no error: it means that the user has not given settings yet. To change the settings,
+    write a new file and rename it to `path`. Otherwise an incomplete file could be read.
 
     Args:
         path: the file.
         options: a dataclass of options (`settings.read`).
         clock: monotonic seconds.
 
-    Thread: one. Cost: one `stat` of the file in each `INTERVAL_S`.
+    Thread: use an object in one thread only. Cost: at most one `stat` of the file every `INTERVAL_S` seconds.
     """
 
     def __init__(self, path: str, options: type[T], clock: Callable[[], float] = time.monotonic) -> None:
@@ -40,7 +40,7 @@ class WatchedFile(Generic[T]):
         """Return the settings if the file is new or has changed, otherwise None.
 
         Raises:
-            ConfigError: for a mistake in the file. The error names the file or the option. It is raised only
+            ConfigError: the file has a mistake. The error names the file or the option, and is raised only
                 once for each version of the file.
         """
         now = self._clock()

@@ -19,7 +19,8 @@ from kvoffload.traces.trace import Trace
 def session_times_s(trace: Trace, load: float) -> npt.NDArray[np.float64]:
     """Compute the arrival time of each request, in seconds. The first session begins at time 0.
 
-    Sessions begin at `load` times the recorded rate; gaps within a session stay as recorded.
+    Sessions begin at `load` times the recorded rate. The gaps between the requests of a session stay as
+    recorded.
     """
     recorded_s = trace.timestamps_ms / 1000.0
     if not trace.requests:
@@ -53,7 +54,7 @@ class Recorded:
                 self._schedule(request)
 
     def ended(self, request: int) -> None:
-        """Schedule the turns that follow `request`, which has ended."""
+        """Schedule the next turns after `request`, which has ended."""
         for turn in self._next.get(request, ()):
             self._schedule(turn)
 

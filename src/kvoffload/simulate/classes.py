@@ -36,7 +36,10 @@ class MachineClass:
 
 
 _PCIE4, _PCIE5 = ("PCIe 4.0 x16", 31.5e9), ("PCIe 5.0 x16", 63.0e9)
-"""PCI-SIG: 16 and 32 GT/s per lane, 128b/130b."""
+"""Name, and bandwidth of 16 lanes in one direction.
+
+Source: PCI-SIG, 16 and 32 GT/s per lane, 128b/130b encoding.
+"""
 
 CLASSES = {
     "a100-pcie4": MachineClass(
@@ -63,9 +66,12 @@ _STEP_S, _COPY_LATENCY_S = 0.005, 50e-6
 _DISK_READ, _DISK_WRITE, _DISK_LATENCY_S = 6.5e9, 3.5e9, 100e-6
 _DISK_SOURCE = "one NVMe SSD, PCIe 4.0 x4: Samsung PM9A3 U.2, announced rates, 2020"
 _LAYERS_TIMES_WIDTH, _OF_PARAMETERS, _GROWS_AS = 32 * 4096, 8e9, 0.74
-"""Model of the cost of attention, for up to 70B parameters. The cost is proportional to the number of layers
-times the hidden size. This product is assumed to be a power of the number of parameters. The values: the
-product and the number of parameters of Llama 3.1 8B, and the exponent."""
+"""Model of the cost of attention, for up to 70B parameters.
+
+The cost is proportional to the number of layers times the hidden size. This product is assumed to grow as a
+power of the number of parameters. The three values are the product for Llama 3.1 8B, its number of
+parameters, and the exponent.
+"""
 
 
 def machine_of_class(name: str, parameters: float = DEFAULT_PARAMETERS, gpus: int = 1) -> Machine:

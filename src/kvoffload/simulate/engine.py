@@ -2,14 +2,16 @@
 
 Models the parts of vLLM's scheduler that determine waiting times:
 
-- First come, first served; but a request whose blocks are being loaded does not delay other requests.
+- Requests are served in the order of arrival, but a request whose blocks are being loaded does not delay
+  other requests.
 - A step computes prompt tokens of one or more requests, up to a budget, and one token of each generating
   request.
 - The last token of a prompt is always computed. Hits are whole blocks. If the trace does not have the lengths
-  of prompts (`Trace.prompt_tokens`), a prompt ends with its last whole block, which is then always computed.
+  of prompts (`Trace.prompt_tokens`), a prompt is assumed to end with its last whole block. This block is then
+  always computed.
 
-Not modelled: preemption (room is reserved), speculation, priorities. Knows neither managers (`offload`) nor
-arrival times (`arrivals`).
+Not modelled: preemption (the whole room of a request is reserved when it starts), speculation, priorities.
+Knows neither managers (`offload`) nor arrival times (`arrivals`).
 """
 
 from __future__ import annotations
@@ -34,10 +36,15 @@ from kvoffload.traces.trace import Trace
 _ASKS_PER_DEADLINE = 40
 """Number of lookups per deadline of a request that waits for a tier, while the engine has no step to run."""
 _ASKS_WHEN_QUIET = 2
-"""The same number after a whole deadline without any event. Must be at least 1, because a pause between
-lookups that is longer than the deadline would begin a new wait."""
+"""The number of lookups per deadline that applies when a whole deadline has passed without any event.
+
+Must be at least 1, because a pause between lookups that is longer than the deadline would begin a new wait.
+"""
 _NO_TOKENS = 1e-6
-"""An answer ends when fewer tokens than this are missing. Needed because times are floating-point numbers."""
+"""An answer is complete when fewer than this number of tokens are missing.
+
+The tolerance is needed because times are floating-point numbers.
+"""
 
 
 class Arrivals(Protocol):
@@ -137,7 +144,7 @@ class Engine:
         prefill_s, prefill_tokens, most_waiting: as in `TimedOutcome`.
         busy_s: seconds in which the device was busy.
         ended_s: time at which the last request ended.
-        links, tiers: reports at this time.
+        links, tiers: reports at the time `ended_s`.
 
     Cost: O(log n) per request and O(1) per step, plus the work of `offload` and `pool`.
     """
@@ -177,7 +184,7 @@ class Engine:
         assert self.num_ended == self._trace.requests, f"{self.num_ended} of {self._trace.requests} ended"
 
     def wake(self) -> None:
-        """Record that something happened, and begin a step unless a step is in progress."""
+        """Record that an event happened, and begin a step unless a step is in progress."""
         self._happened_at = self._events.now
         self._begin_soon()
 
@@ -197,9 +204,10 @@ class Engine:
         self.wake()
 
     def _admit(self, request: _Request, again: deque[_Request]) -> bool:
-        """Start a request, load its blocks, or append it to `again` if it must wait for a tier.
+        """Start a request if nothing must be loaded; otherwise begin to load its blocks.
 
-        Returns False if the device has no room for the request.
+        A request that must wait for a tier is appended to `again`. Returns False if the device has no room
+        for the request.
         """
         if request.lease is not None:
             self._start(request)
@@ -365,7 +373,10 @@ class Engine:
     # ---- room
 
     def _grow(self, request: _Request, num_blocks: int) -> None:
-        """Increase the number of GPU blocks of a request to `num_blocks`, with blocks of its reservation."""
+        """Increase the number of GPU blocks of a request to `num_blocks`.
+
+        The new blocks come from its reservation.
+        """
         assert request.lease is not None
         if num_blocks > request.blocks:
             self._offload.dropped(self._pool.take(request.lease, num_blocks - request.blocks))

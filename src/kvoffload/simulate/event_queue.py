@@ -36,8 +36,8 @@ class Link:
 
     Args:
         name: name in the report.
-        bytes_per_s, latency_s: a job takes ``latency_s + bytes / bytes_per_s`` seconds after the previous
-            job.
+        bytes_per_s, latency_s: a job ends ``latency_s + bytes / bytes_per_s`` seconds after it begins. It
+            begins when the previous job has ended.
     """
 
     def __init__(self, events: Events, name: str, bytes_per_s: float, latency_s: float) -> None:
@@ -70,7 +70,7 @@ class Link:
         return max(0.0, self._free_at - self._events.now)
 
     def report(self) -> LinkReport:
-        """Return the counters of the time until now."""
+        """Return the counters since the start of the simulation."""
         seconds = self._events.now
         busy_s = self._busy_s - self.seconds_waiting
         return LinkReport(

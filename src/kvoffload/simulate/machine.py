@@ -39,7 +39,7 @@ class Quantity(msgspec.Struct, frozen=True):
 class Machine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Speeds of one machine with one model. Unknown speeds are None.
 
-    Computing the tokens of a prompt from position `a` to `b` takes ``prefill_s_per_token * (b - a) +
+    The time to compute the tokens of a prompt from position `a` to `b` is ``prefill_s_per_token * (b - a) +
     prefill_s_per_token_squared * (b * b - a * a)``; the second term is attention. Each step of the engine
     takes `step_s` in addition.
 
@@ -53,8 +53,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         copy_latency_s: fixed time of each copy, in addition to the time for its bytes.
         disk_read_bytes_per_s, disk_write_bytes_per_s: speeds of the disk behind RAM.
         disk_read_latency_s, disk_write_latency_s: fixed times of a read and a write of this disk.
-        memory_copy_bytes_per_s: speed of copies within RAM, an upper bound for the speed of copies to a
-            device. Replays do not use it.
+        memory_copy_bytes_per_s: speed of copies within RAM, which is an upper bound for the speed of copies
+            to a device. Replays do not use this value.
         made, facts: date of the measurement (ISO 8601) and facts about the machine, for readers.
         format: identifies the file format.
     """
@@ -92,7 +92,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def break_even_tokens(self, bytes_per_token: float, *, from_disk: bool = False) -> float:
         """Return the break-even prompt length in tokens; infinity if loading is always slower.
 
-        Prompts of this length are loaded as fast as they are computed, on an idle machine.
+        On an idle machine, loading a prompt of this length takes as long as computing it.
         """
         fixed = self.value("copy_latency_s")
         per_token = bytes_per_token / self.value("load_bytes_per_s")
@@ -107,7 +107,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return (math.sqrt(gain * gain + 4.0 * squared * fixed) - gain) / (2.0 * squared)
 
     def filled_from(self, other: Machine) -> Machine:
-        """Return a copy in which missing quantities are filled in from `other`."""
+        """Return a copy in which each unknown quantity has the value that it has in `other`."""
         missing = {name: getattr(other, name) for name in _HOW_TO_KNOW if getattr(self, name) is None}
         if not missing:
             return self

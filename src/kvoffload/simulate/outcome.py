@@ -20,8 +20,10 @@ from kvoffload.simulate.report import (
 from kvoffload.traces.trace import Trace
 
 _OF_ENGINES = 2
-"""Number of links that each engine has for itself if engines share RAM: load and store. The other links in
-its report belong to the tiers."""
+"""If engines share RAM, each engine still has this number of links of its own: load and store.
+
+The other links in its report belong to the tiers.
+"""
 
 
 def outcome_of(

@@ -1,7 +1,8 @@
 """KV blocks of a device, managed as in vLLM's block pool.
 
 A request holds its blocks until it ends. Free blocks with contents can still be found. They are evicted in
-the order in which they became free, the tail of a request first. Knows no bytes and no time.
+the order in which they became free. The blocks of one request become free from the tail to the head. Knows no
+bytes and no time.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ class Lease:
 
     Attributes:
         known: codes of the computed blocks, in prefix order.
-        copies: codes in `known` of second copies: `DevicePool.find` finds another block with the same
-            contents.
+        copies: those codes in `known` whose block here is a second copy. `DevicePool.find` finds another
+            block with the same contents.
         num_blank: number of held blocks that cannot be found: blocks not computed yet, blocks of the answer,
             and second copies.
         num_reserved: number of blocks reserved for later.
@@ -86,8 +87,8 @@ class DevicePool:
     def know(self, lease: Lease, codes: Iterable[int]) -> None:
         """Assign the contents `codes` to blank blocks of a lease, so that the blocks can be found.
 
-        If another block already has the same contents, the new block is a second copy. It cannot be found
-        while the first copy exists.
+        If another block already has the same contents, the new block is a second copy. The second copy cannot
+        be found while the first copy exists.
         """
         for code in codes:
             lease.known.append(code)
@@ -100,7 +101,8 @@ class DevicePool:
     def release(self, lease: Lease) -> None:
         """Free the blocks of an ended request.
 
-        Of two blocks with equal contents, one can still be found. If no request holds it, it is evicted last.
+        Of two blocks with equal contents, one can still be found. If no other request holds this block, it
+        becomes the last block in the order of eviction.
         """
         holders, free = self._holders, self._free
         for code in reversed(lease.known):
@@ -117,7 +119,7 @@ class DevicePool:
         self.version += 1
 
     def next_to_leave(self, num_blocks: int) -> list[int]:
-        """Return the codes of the blocks that `take` would evict for `num_blocks` blocks, coldest first."""
+        """Return the codes of the blocks that ``take(lease, num_blocks)`` would evict, coldest first."""
         return list(islice(self._free, max(0, num_blocks - self._num_blank)))
 
     @property

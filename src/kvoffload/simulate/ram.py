@@ -24,8 +24,9 @@ from kvoffload.tiers.write_budget import WriteBudget, budget_of_recording
 from kvoffload.traces.trace import Trace
 
 _LONGEST_BACKLOG_S = 30.0
-"""A tier does not keep up if its queued writes would take longer than this, in seconds, at the end of a
-run."""
+"""A tier does not keep up if, at the end of a run, its queued writes would take longer than this number of
+seconds.
+"""
 
 
 class Ram:
@@ -36,7 +37,7 @@ class Ram:
 
     Args:
         trace: the requests of all engines that use this RAM.
-        whole: the requests of all engines that use the tiers behind this RAM; None for `trace`.
+        whole: the requests of all engines that use the tiers behind this RAM. None: the same as `trace`.
         beside: RAM of another engine, whose tiers this RAM shares; None: this RAM has its own tiers.
 
     Attributes:
@@ -144,7 +145,7 @@ class Ram:
         """Add an engine; returns its number.
 
         Args:
-            wake: called at the end of each job for which a request may wait.
+            wake: called when a job ends for which a request may be waiting.
         """
         self._wakes.append(wake)
         return len(self._wakes) - 1
@@ -189,7 +190,8 @@ class Ram:
         """Return the reports of all tiers until now, RAM first. Counters cover all engines that use this RAM.
 
         Args:
-            num_loaded: number of loaded blocks: the hits of RAM if there are no tiers behind RAM.
+            num_loaded: number of loaded blocks. If there are no tiers behind RAM, this is the number of hits
+                of RAM.
             stores: link of the copies from the device to RAM.
         """
         stats, hits = self.manager.stats(), [num_loaded]
@@ -216,7 +218,10 @@ class Ram:
         ]
 
     def _levels(self) -> list[list[TimedTier]]:
-        """Return, for each level behind RAM, the tiers of all engines of this RAM; a shared tier once."""
+        """Return, for each level behind RAM, the tiers of all engines of this RAM.
+
+        A shared tier is listed once.
+        """
         levels = [list(of_level) for of_level in zip(*self._tiers, strict=True)]
         if levels and self._config.shares_last_tier:
             del levels[-1][1:]

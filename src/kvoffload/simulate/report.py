@@ -21,7 +21,7 @@ OVERLOADED = "Requests arrive faster than the GPUs compute: waits depend on the 
 
 
 def break_even_sentence(place: str, tokens: float | None) -> str:
-    """Describe the shortest prompt that loads faster than it computes.
+    """Describe the shortest prompt that is loaded faster than it is computed.
 
     `tokens`: length of this prompt; None if there is no such prompt.
     """
@@ -91,7 +91,8 @@ class TimedTierReport(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: ``ram``, or the tier's name (`kvoffload.tiers.spec.names_of`).
         hit_blocks: blocks that requests loaded from this tier.
-        written, evicted: blocks written and evicted; for RAM including promotions from tiers.
+        written, evicted: blocks written to the tier, and blocks evicted from it. Blocks written to RAM
+            include promotions.
         not_offered: for a tier behind RAM, blocks that RAM evicted before the tier accepted them, summed over
             all tiers. For RAM, blocks that were offered while all slots were in use.
         keeps_up: True if two conditions hold: at most 30 s of writes were queued when the last request ended,
@@ -150,7 +151,7 @@ class TimedOutcome(msgspec.Struct, frozen=True, kw_only=True):
     tiers: list[TimedTierReport] = []
 
     def misses(self) -> list[str]:
-        """Describe each reason for which hits were lost, with its count."""
+        """Describe each reason for lost hits, with the number of blocks or requests that it concerns."""
         counts = (
             (self.not_worth, "blocks in tiers were not read, because computing them was faster"),
             (self.no_room, "blocks in tiers found no room in RAM"),

@@ -47,8 +47,8 @@ def run_in_time(
         instances: number of engines in a run without offloading. Ignored if `config` is given.
         routing: routing in a run without offloading. Ignored if `config` is given.
 
-    Several engines with separate RAM share the tier of `config`, as in a replay. The machine's disk then has
-    the speeds of one engine's connection to this tier.
+    If `config` has several engines with separate RAM, they share its tier, as in a replay. The disk of the
+    machine then stands for the connection of one engine to this tier.
 
     Deterministic. Cost and errors as for `replay_in_time`.
     """
@@ -98,7 +98,7 @@ def replay_in_time(
 
     Args:
         progress: receives the number of ended requests, of both runs together.
-        without: the run without offloading, if already known; None: it is run here.
+        without: outcome of the run without offloading, if it is already known. None: this function runs it.
 
     Deterministic: reads no clock of this machine. Cost: O(log n) per request and O(1) per step, plus the work
     of manager and pool. Raises: `ConfigError` if the machine lacks a required number, a tier cannot be

@@ -1,6 +1,6 @@
 """Structs: arrays and numbers that kernels take as one argument, by address.
 
-A kernel call costs 50 ns, and every few array arguments add as much again. Related arrays therefore form one
+A kernel call costs 50 ns, and every few array arguments add another 50 ns. Related arrays therefore form one
 `Struct`, and a kernel gets only the address of the struct. In the kernel ``struct.field`` is an array or a
 number.
 
@@ -168,7 +168,7 @@ class Struct:
     def blank(cls, **shapes: Any) -> bytes:
         """Return zeroed memory for a struct, its arrays and its nested structs, in one piece.
 
-        Pass ``bytearray(blank)`` to kernels; read it through `over`.
+        Pass a ``bytearray`` of this memory to kernels, and read its fields through `over`.
 
         Args:
             shapes: shape of each array. For a nested struct, a dictionary of shapes.
@@ -215,7 +215,10 @@ class Struct:
 
     @classmethod
     def array(cls, memory: bytearray, name: str, count: int = -1, start: int = 0) -> npt.NDArray[Any]:
-        """Return the first `count` rows of an array in memory from `blank`. With -1, all rows."""
+        """Return the first `count` rows of an array in memory from `blank`.
+
+        If `count` is -1, return all rows.
+        """
         at, _, dtype, num_dimensions = cls.fields[name]
         words = memoryview(memory).cast("q")
         at += start // 8

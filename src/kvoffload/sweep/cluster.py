@@ -1,4 +1,4 @@
-"""Dask cluster as workers of a sweep; the only importer of `distributed`.
+"""Dask cluster as workers of a sweep. Only this module imports `distributed`.
 
 Each trace is sent to the workers once. Workers need this package, but no files of this machine.
 """
@@ -16,7 +16,7 @@ from kvoffload.sweep.task import Task, TraceSource, attempt_with, code_digest, l
 from kvoffload.sweep.workers import Results
 
 _TIMEOUT_S = 5
-"""Time limit in seconds for the answer of the scheduler, and for its first worker."""
+"""Time limit in seconds for two waits: until the scheduler answers, and until it has a worker."""
 
 
 class ClusterWorkers:

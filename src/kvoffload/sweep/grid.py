@@ -117,14 +117,14 @@ class Grid:
             self._check_tiers(tiers)
 
     def points(self, trace: int, unique_blocks: int) -> tuple[list[Point], list[str]]:
-        """Return the points of one trace, and for each combination that is left out the reason.
+        """Return the points of one trace, and the reason for each combination that is left out.
 
         Args:
             trace: index of the trace in the sweep.
             unique_blocks: number of unique blocks in the trace.
 
-        Order of the axes, the last varies fastest: device, capacity, tiers, shared RAM, store, policy, rule.
-        Raises `ConfigError` for a size below one block of this trace.
+        Points are ordered by device, capacity, tiers, shared RAM, store, policy and rule; the rule varies
+        fastest. Raises `ConfigError` for a size below one block of this trace.
         """
         points, left_out = [], []
         for device, capacity, capacity_blocks, device_blocks in self._sizes(unique_blocks):
@@ -198,9 +198,10 @@ def incompatible(policy: str, admission: str) -> ConfigError | None:
 
 
 def _require_one(reasons: list[ConfigError | None]) -> None:
-    """Raise the first error, unless a value is compatible with at least one value of the other axis.
+    """Raise an error if a value of one axis is incompatible with all values of the other axis.
 
-    `reasons`: for each value of the other axis, the error; None if the two values are compatible.
+    `reasons`: for each value of the other axis, the error, or None if the two values are compatible. The
+    first error is raised.
     """
     if reasons[0] is not None and all(reasons):
         raise reasons[0]
@@ -223,7 +224,10 @@ def axis(field: str, text: str) -> tuple[str, ...]:
 
 
 def content_digest(trace: Trace) -> str:
-    """Compute the SHA-256 of everything in a trace that affects a replay. The trace's name does not."""
+    """Compute the SHA-256 of everything in a trace that affects a replay.
+
+    The name of the trace is left out.
+    """
     digest = hashlib.sha256(f"{trace.block_tokens} {trace.skipped_lines}".encode())
     arrays = (trace.block_ids, trace.refs, trace.offsets, trace.timestamps_ms, trace.output_tokens)
     for values in arrays:

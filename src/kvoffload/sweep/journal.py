@@ -30,8 +30,9 @@ def journal_path(output: Path) -> Path:
 class SweepJournal:
     """The file ``OUTPUT.journal``: measurements and timed replays by key. One process at a time may open it.
 
-    Lines that cannot be decoded are ignored: for example, an incomplete last line after a ``kill -9``, or a
-    line of another version. Appended lines survive a ``kill -9`` at any time, but not a crash of the machine.
+    Lines that cannot be decoded are ignored. Examples: an incomplete last line after a ``kill -9``, and a
+    line that another version has written. Appended lines survive a ``kill -9`` at any time, but not a crash
+    of the machine.
 
     Attributes:
         measurements, timed: contents of the file when it was opened, by key.

@@ -1,6 +1,6 @@
-"""Finds configurations that have fewer hits with more RAM than with the next smaller size.
+"""Finds losses: configurations that have fewer hits with some size of RAM than with the next smaller size.
 
-Writes the sentence about such losses for sweeps and plans. Replays nothing.
+Writes the sentence about losses for sweeps and plans. Replays nothing.
 """
 
 from __future__ import annotations

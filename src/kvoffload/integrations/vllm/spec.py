@@ -40,8 +40,8 @@ from kvoffload.integrations.vllm.worker_side.worker import KVOffloadWorker
 from kvoffload.text import size
 
 WORKERS_WAIT_S, WORKERS_WAIT_S_PER_GIB = 600.0, 2.0
-"""Longest time that a worker waits for the other workers' allocations before it pins the pool. The larger of
-two limits applies: seconds in total, and seconds for each GiB of the pool.
+"""Longest time that a worker waits for the other workers' allocations before it pins the pool. There are two
+limits, and the larger applies: a fixed number of seconds, and a number of seconds for each GiB of the pool.
 
 The allocation of a GiB in pages of 4 KiB takes 0.6 s. The wait is part of the engine's start
 (``VLLM_ENGINE_READY_TIMEOUT_S``)."""

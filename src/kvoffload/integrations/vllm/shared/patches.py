@@ -1,8 +1,11 @@
 """All changes to vLLM's objects at run time. A patch changes one object, never a class or module of vLLM.
 
-- `take_over` gives vLLM's connector our scheduler side. Needed until connectors have a factory for the sides.
-- `watch_evictions` wraps `BlockPool._maybe_evict_cached_block`. Needed until pools have eviction listeners.
-- `name_failed_loads` reports failed loads. Needed until the results of vLLM's worker side list failed loads.
+- `take_over` gives vLLM's connector our scheduler side. Needed until vLLM lets a connector choose the class
+  of its scheduler side.
+- `watch_evictions` wraps `BlockPool._maybe_evict_cached_block`. Needed until vLLM's block pools have eviction
+  listeners.
+- `name_failed_loads` reports the requests or blocks of failed loads. Needed until vLLM's worker side lists
+  failed loads in its results.
 """
 
 from __future__ import annotations
@@ -17,10 +20,10 @@ T = TypeVar("T")
 
 
 def take_over(ours: type[T], made: object) -> T:
-    """Return an object of class `ours` with the attributes of `made`.
+    """Return an object of class `ours` that has the attributes of the object `made`.
 
-    `ours` is a subclass of the class of `made`. vLLM's connector has no option for the class of the scheduler
-    side.
+    `ours` must be a subclass of the class of `made`. This replaces a missing option: vLLM's connector always
+    creates its own class of scheduler side.
     """
     taken = ours.__new__(ours)
     vars(taken).update(vars(made))
@@ -28,7 +31,7 @@ def take_over(ours: type[T], made: object) -> T:
 
 
 def watch_evictions(block_pool: Any, notify: Callable[[int, Any], None]) -> None:
-    """Call `notify` with number and key of each cached block that this pool drops from now on."""
+    """From now on, call ``notify(number, key)`` for each cached block that the pool drops."""
     evict = block_pool._maybe_evict_cached_block
 
     def evict_and_notify(block: Any) -> Any:
@@ -41,14 +44,14 @@ def watch_evictions(block_pool: Any, notify: Callable[[int, Any], None]) -> None
 
 
 def name_failed_loads(connector: Any | None, worker: KVOffloadWorker) -> bool:
-    """Patch the connector of this process to report the requests whose loads have failed.
+    """Patch the connector of this process so that it reports failed loads to vLLM.
 
     vLLM's connector assumes that loads succeed. vLLM's engine handles reported failures by
     ``kv_load_failure_policy``: ``recompute`` computes the request again; ``fail``, vLLM's default, ends the
     request with an error. The engine continues in both cases.
 
-    Returns False without a connector. A failed load is then reported as a failed job, which stops the engine.
-    Otherwise the engine would compute with missing bytes.
+    Returns False if `connector` is None. The caller must then report a failed load as a failed job. A failed
+    job stops the engine; without it the engine would compute with missing bytes.
     """
     if connector is None:
         logger.warning("kvoffload: this engine cannot report failed loads; it stops if a load fails")
@@ -66,9 +69,9 @@ def name_failed_loads(connector: Any | None, worker: KVOffloadWorker) -> bool:
 
 
 def own_connector(group: Any, spec: Any) -> Any | None:
-    """Return this process's connector with this specification; None if there is none.
+    """Return the connector of this process that uses the specification `spec`, or None.
 
-    `group`: the connector of the process, or a connector that combines several.
+    `group`: the connector of the process. It may combine several connectors; all of them are searched.
     """
     for connector in (group, *getattr(group, "_connectors", ())):
         if getattr(getattr(connector, "connector_worker", None), "spec", None) is spec:
@@ -91,7 +94,7 @@ def _name_requests(connector: Any, worker: KVOffloadWorker) -> None:
 
 
 def _name_blocks(connector: Any, worker: KVOffloadWorker) -> None:
-    """Report the blocks of failed loads, for vLLM before 0.30."""
+    """Report the blocks (not the requests) of failed loads, as vLLM before 0.30 expects."""
     blocks: dict[int, list[int]] = {}
     submit = worker.submit_load
 

@@ -1,8 +1,8 @@
 """The configuration that determines the bytes of KV blocks, as a flat mapping.
 
-Translates vLLM's configuration into a part of a producer's fingerprint. `producer_table` lists fields without
-effect. Every other field is *bound*: it is part of the fingerprint. Does not know weights
-(`kvoffload.model.weights`), tiers or versions.
+Translates vLLM's configuration into a part of a producer's fingerprint. `producer_table` lists the fields
+that do not change the bytes. Every other field is *bound*: it is part of the fingerprint. Does not know
+weights (`kvoffload.model.weights`), tiers or versions.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def find_configuration(spec: Any, engine_id: str) -> Any:
 
     Call this function from the specification's constructor. vLLM 0.25 passes the configuration to the
     specification; later versions pass it only to the connector. So this function also searches the local
-    variables on the call stack, which includes the connector's constructor. Ignores configurations of other
-    engines.
+    variables on the call stack, which includes the connector's constructor. Configurations of other engines
+    are ignored.
     """
     candidates: list[Any] = [getattr(spec, "vllm_config", None), GIVEN.get()]
     frame = sys._getframe(1)
@@ -65,7 +65,7 @@ def find_configuration(spec: Any, engine_id: str) -> Any:
 
 
 def kv_configuration(vllm_config: Any) -> dict[str, Plain]:
-    """Return the settings that determine the bytes of a KV block, except the block's key and the weights.
+    """Return the settings that determine the bytes of a KV block, without the block's key and the weights.
 
     Names are dotted, ``model.hf_config.rope_theta``. Values are JSON and equal on all machines. The settings
     contain no paths of weights, no addresses and no secrets.
@@ -104,7 +104,10 @@ def why_not_kept(vllm_config: Any, *, sees_requests: bool, are_named: bool) -> s
 
 
 def draft_model(vllm_config: Any) -> str:
-    """Return the name or path of a draft model that has KV; "" if there is none."""
+    """Return the name or path of the draft model, or "".
+
+    The result is "" if there is no draft model, or if the draft is part of the main model.
+    """
     speculative = getattr(vllm_config, "speculative_config", None)
     if speculative is None or getattr(speculative, "method", None) in _NO_DRAFT:
         return ""
@@ -122,7 +125,10 @@ def commit_of(model_config: Any) -> str:
 
 
 def _section(name: str, config: Any) -> Plain:
-    """Return the fields of a configuration section of vLLM, except fields without effect and secrets."""
+    """Return the fields of a section of vLLM's configuration.
+
+    Secrets, and fields without effect on KV, are left out.
+    """
     if config is None:
         return None
     without = {field for names in WITHOUT_EFFECT.get(name, {}).values() for field in names.split()}
@@ -167,7 +173,7 @@ def _value(field: str, value: Any) -> Plain:
 
 
 def _hf_fields(config: Any) -> Plain:
-    """Return a Hugging Face configuration, after overrides."""
+    """Return the fields of a Hugging Face configuration that has been overridden by vLLM's options."""
     try:
         fields = config.to_dict()
     except Exception:

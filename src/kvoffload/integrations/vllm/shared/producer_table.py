@@ -1,4 +1,4 @@
-"""The fields of vLLM's configuration without effect on KV. Every other field is bound.
+"""The fields of vLLM's configuration that do not change the bytes of KV blocks. Every other field is bound.
 
 Data only; `producer` applies the table. docs/integrity.md explains the decisions.
 """
@@ -14,8 +14,10 @@ SECTIONS = frozenset(
     compilation_config
     """.split()  # noqa: SIM905
 )
-"""The sections of vLLM's configuration whose fields are bound one by one. tests/support/vllm_bound_fields.py
-lists the bound fields of the newest known version, so that a new field of vLLM is noticed."""
+"""The sections of vLLM's configuration whose fields are bound individually, except the fields in
+`WITHOUT_EFFECT`. tests/support/vllm_bound_fields.py lists the bound fields of the newest known version, so
+that a new field of vLLM is noticed.
+"""
 
 _AFTER = "used after the last hidden state, or for text, not for KV"
 _TOKENS = "it determines the tokens, which are in the key"

@@ -30,13 +30,14 @@ class TenantOptions(Quotas):
         return sum(low for low, _ in self.ram.values())
 
     def in_blocks(self, ram_bytes: int, capacity_blocks: int) -> dict[str, Quota]:
-        """Return the quotas of RAM in blocks of a pool, rounded down. A maximum is at least one block."""
+        """Convert the quotas of RAM to blocks, rounded down. A maximum is at least one block."""
         return _in_blocks(self.ram, ram_bytes, capacity_blocks)
 
     def wrong_tiers(self, tiers: Sequence[TierOptions]) -> Iterator[ConfigError]:
         """Yield an error for each wrong quota of a tier.
 
-        Wrong are: an unknown tier, a tier without a capacity, too large minimums.
+        A quota is wrong if its tier is unknown or has no capacity. The quotas of one tier are wrong if there
+        are too many, or if the minimums exceed the tier's capacity.
         """
         known = dict(zip(names_of(tiers), tiers, strict=True))
         for name, quotas in self.tiers.items():
@@ -56,7 +57,10 @@ class TenantOptions(Quotas):
                 )
 
     def set_tiers(self, manager: AnyManager, tiers: Sequence[TierOptions]) -> None:
-        """Replace the quotas of all open tiers. RAM must have its quotas. Raises `ConfigError`."""
+        """Replace the quotas of all open tiers. Raises `ConfigError`.
+
+        Call this after the quotas of RAM were set.
+        """
         from kvoffload.tiering.tiered_manager import TieredManager  # commands read options without numba
 
         if not isinstance(manager, TieredManager):

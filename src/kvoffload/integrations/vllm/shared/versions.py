@@ -1,10 +1,10 @@
 """The differences between vLLM 0.25 and 0.33. No other file knows versions.
 
-Most differences need no code. Methods that only some versions call (`get_load_source`, `lock`,
-`on_reset_flushed`, `config_info`) are always defined. Parameters that only some versions pass (``expedited``,
-``req_context``) have defaults. tests/vllm_interfaces/signatures.json lists every form of every interface.
-tests/vllm_interfaces/test_versions.py checks our classes against this list. This file has the other
-differences: facts about an engine, and media of events.
+Most differences need no code. We always define the methods that only some versions call (`get_load_source`,
+`lock`, `on_reset_flushed`, `config_info`). We give defaults to the parameters that only some versions pass
+(``expedited``, ``req_context``). tests/vllm_interfaces/signatures.json lists every form of every interface.
+tests/vllm_interfaces/test_versions.py checks our classes against this list. This file contains the
+differences that do need code: how to read the facts about an engine, and how to name the media of events.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OLDEST, NEWEST = (0, 25), (0, 33)
 SINCE_CONNECTOR = (0, 32)
 """First version whose scheduler side has the methods that `KVOffloadConnector` overrides."""
 SINCE_SECONDARY = (0, 32)
-"""First version that passes a congestion detector to tiers, and in which a job reports the loaded keys."""
+"""First version that passes a congestion detector to tiers and lets a job report the loaded keys."""
 SINCE_DEVICES = (0, 32)
 """First version with vLLM's module for pinned memory, and with the current arguments of vLLM's copies."""
 
@@ -139,7 +139,10 @@ def caches_uncomputed(vllm_config: Any) -> bool:
 
 
 def warn_of_seeds(version: str) -> None:
-    """Warn if each process seeds its keys differently. Processes then cannot use each other's blocks."""
+    """Log a warning if every process hashes keys with its own seed.
+
+    Processes then cannot use each other's blocks.
+    """
     number = minor(version)
     if number is not None and number < SINCE_STEADY_KEYS and os.getenv("PYTHONHASHSEED") is None:
         logger.warning(
@@ -218,7 +221,10 @@ def events(base: Any, keys: list[bytes], removed: bool, medium: str = RAM) -> li
 
 
 def minor(version: str) -> tuple[int, int] | None:
-    """Parse ``0.32.0+cpu`` to ``(0, 32)``; None without a number, as in some builds from source."""
+    """Parse ``0.32.0+cpu`` to ``(0, 32)``.
+
+    Returns None if there is no number, as in some builds from source.
+    """
     match = re.match(r"(\d+)\.(\d+)", version)
     return (int(match[1]), int(match[2])) if match is not None else None
 
@@ -226,8 +232,8 @@ def minor(version: str) -> tuple[int, int] | None:
 def check_version(version: str, since: tuple[int, int] = OLDEST, feature: str = "kvoffload") -> None:
     """Check the version of vLLM at start-up.
 
-    Raises `ConfigError` if the version is too old for `feature`. Warns if the version is newer than the
-    tested versions, because interfaces may have changed.
+    Raises `ConfigError` if the version is older than `since`, the first version that supports `feature`.
+    Warns if the version is newer than the tested versions, because interfaces may have changed.
     """
     number = minor(version)
     known = f"{_text(since)} to {_text(NEWEST)}"

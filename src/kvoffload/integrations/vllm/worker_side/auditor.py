@@ -28,10 +28,10 @@ class Auditor:
     """Compares one worker's part of stored blocks with the engine's blocks. Results go to the pool.
 
     Args:
-        value_types: name of the torch dtype of each KV group's values; None if the values have several types.
-            If None, blocks of the group are either equal or unjudged.
+        value_types: for each KV group, the name of the torch dtype of its values. None if the values have
+            several types: the result for a block of the group is then either `EQUAL` or `UNJUDGED`.
 
-    Thread: `submit` on the worker's thread. A second thread compares.
+    Thread: call `submit` on the worker's thread. A second thread, owned by this class, compares.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class Auditor:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvoffload-audit")
 
     def submit(self, engine: Any, slots: SlotArray) -> Future[None]:
-        """Start to compare the engine's blocks with these slots.
+        """Start to compare the engine's blocks with these slots, and return a future.
 
-        The comparison waits for the work that the engine has submitted so far. Until the future is done, the
-        engine must not overwrite the blocks, and the scheduler must not unpin the slots.
+        The comparison begins after the work that the engine has submitted to the device so far. Until the
+        future is done, the engine must not overwrite the blocks, and the scheduler must not unpin the slots.
         """
         return self._thread.submit(self._compare, submitted_work(self._device), engine, slots)
 

@@ -32,7 +32,7 @@ class DeviceCopies:
     """Copies of tensors on a CUDA device, or another device that vLLM's kernels support.
 
     Transfers of one direction run in order. A transfer waits for the previous transfer, and for the work that
-    the engine has submitted to the device before.
+    the engine had submitted to the device before this transfer.
     """
 
     def __init__(self, kv_caches: Any, layout: Layout, pool: SharedPool, part: int) -> None:
@@ -76,7 +76,10 @@ class DeviceCopies:
         ]
 
     def wait(self, jobs: set[int]) -> None:
-        """Wait until these jobs have ended. After an error, wait for an idle device, then raise the error."""
+        """Wait until these jobs have ended.
+
+        If waiting fails, wait until the device is idle, then raise the error.
+        """
         try:
             self._storing.wait(jobs)
             self._loading.wait(jobs)
@@ -87,8 +90,8 @@ class DeviceCopies:
     def close(self) -> None:
         """Wait for the copies in flight, release the tensors, unpin the pool. Idempotent.
 
-        Raises: the first error of vLLM's handlers. If the device is not idle then, a copy may still use the
-        memory, so the pool stays pinned until the process ends.
+        Raises: the first error of vLLM's handlers. If the device is still busy after an error, a copy may
+        still use the memory, so the pool stays pinned until the process ends.
         """
         failed: Exception | None = None
         directions, self._directions = self._directions, []

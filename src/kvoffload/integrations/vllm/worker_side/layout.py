@@ -50,9 +50,8 @@ class Move(NamedTuple):
 class Layout:
     """The offsets of all tensors in a part of a slot.
 
-    A slot holds a chunk of one KV group, and uses only the tensors with the group's layers. So tensors
-    without a common group may have the same offset. A slot of a hybrid model is as large as its largest
-    group.
+    A slot holds a chunk of one KV group, and uses only the tensors with the group's layers. So two tensors
+    may have the same offset if no group uses both. A slot of a hybrid model is as large as its largest group.
 
     Args:
         page_bytes: bytes of a block in each tensor, with padding.
@@ -132,7 +131,10 @@ class Layout:
 
 
 def _offsets(sizes: Sequence[int], groups: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
-    """Return the lowest offset of each tensor that overlaps no earlier tensor of a common group."""
+    """Return the offset of each tensor.
+
+    It is the lowest offset at which the tensor overlaps no earlier tensor that is in the same group.
+    """
     members = [{tensor for tensor, _ in group} for group in groups]
     starts: list[int] = []
     for tensor, size in enumerate(sizes):
