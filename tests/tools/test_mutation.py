@@ -86,6 +86,9 @@ def test_changes_without_effect_are_excluded(mutants: SimpleNamespace) -> None:
         if TYPE_CHECKING:
             x = 14
         prefetch(table, 15)
+        prefetch_rows(table, 16)
+        def _prefetch_used(table):
+            return table + 17
     '''
     assert changed_texts(mutants.make, source) == {
         "6", "raise ValueError(10 + a)", 'log.warn("x", 11)',

@@ -122,12 +122,12 @@ def left_out(tree: ast.AST) -> list[Span]:
         elif isinstance(node, ast.If) and _name(node.test) == "TYPE_CHECKING":
             spans.append(_span(node))
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            if _name(node.value.func).strip("_") == "prefetch":
+            if _is_prefetch(_name(node.value.func)):
                 spans.append(_span(node))
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             if node.returns is not None:
                 spans.append(_span(node.returns))
-            if node.name in ("__repr__", "_prefetch", "populate"):
+            if node.name in ("__repr__", "populate") or _is_prefetch(node.name):
                 spans.append(_span(node))
     return spans
 
@@ -138,6 +138,11 @@ def _span(node: Any) -> Span:
 
 def _name(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _is_prefetch(function: str) -> bool:
+    """Return True for ``prefetch`` and functions such as ``_prefetch_used``."""
+    return function.lstrip("_").startswith("prefetch")
 
 
 def make(root: Path, path: str, line: int, operator: str, occurrence: int) -> Mutant | None:
