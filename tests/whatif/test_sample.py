@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvoffload.core.hints import Labels
-from kvoffload.core.kernels import ASKED_END, END_ROW, ON_DEVICE
+from kvoffload.core.kernels.whole_requests import ASKED_END, END_ROW, ON_DEVICE
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.request import HASH, Path, RequestContext
 from kvoffload.structures.keys import Keys

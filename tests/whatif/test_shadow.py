@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvoffload.core.hints import NO_HINTS, Hints, Labels
-from kvoffload.core.kernels import ON_DEVICE
+from kvoffload.core.kernels.whole_requests import ON_DEVICE
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.policy import POLICIES, BlockwisePolicy
 from kvoffload.errors import ConfigError
@@ -350,8 +350,10 @@ def test_a_setting_that_cannot_be_created_is_named() -> None:
 
 
 def test_groups_are_even() -> None:
-    from kvoffload.core import kernels
+    from kvoffload.core.kernels import whole_requests
 
     counts = np.zeros(64, np.int64)
-    kernels.count_by_group(np.random.default_rng(1).integers(0, 1 << 63, (64_000, 4), np.uint64), counts)
+    whole_requests.count_by_group(
+        np.random.default_rng(1).integers(0, 1 << 63, (64_000, 4), np.uint64), counts
+    )
     assert 800 < counts.min() <= counts.max() < 1200

@@ -23,9 +23,9 @@ import numpy.typing as npt
 from kvoffload.calls.file_format import Header, header_of, is_ours, text_of
 from kvoffload.calls.hint_numbers import HintNumbers
 from kvoffload.calls.recorder import CallRecorder
-from kvoffload.core import kernels
 from kvoffload.core.admission import DEFAULT_ADMISSION
 from kvoffload.core.hints import NO_HINTS, Hints
+from kvoffload.core.kernels import call_log
 from kvoffload.core.log import ADMITTED, FAILED, IS_PART, Call, Log
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import StorePlan
@@ -202,7 +202,7 @@ class RecordedManager(OffloadingManager):
         self._note(ctx, Call.SET_HINTS, 0, number)
 
     def _note(self, ctx: RequestContext, kind: int, count: int = 0, result: int = 0) -> None:
-        kernels.log_call(self._cache, ctx.memory, kind, count, result)
+        call_log.log_call(self._cache, ctx.memory, kind, count, result)
 
     def _put(self, kind: int, subject: int, further: npt.NDArray[np.int32]) -> None:
         self._log.put(kind, subject, further)

@@ -22,7 +22,8 @@ from kvoffload.calls.hint_numbers import MOST_HINTS, hints_of, quotas_of
 from kvoffload.calls.reading import DamagedError, Record, read_records
 from kvoffload.calls.state import StateError, decode
 from kvoffload.core.hints import NO_HINTS, Hints
-from kvoffload.core.kernels import FIRST_WRONG, NO_ROOM
+from kvoffload.core.kernels.offers import NO_ROOM
+from kvoffload.core.kernels.victims import FIRST_WRONG
 from kvoffload.core.log import ADMITTED, FAILED, IS_PART, Call
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import LoadPlan, LookupResult, StorePlan

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.core import kernels
 from kvoffload.core.admission import DEFAULT_ADMISSION, Admission, create_admission
 from kvoffload.core.event_list import EventList, EventSink
 from kvoffload.core.expected import Expected, Queue
 from kvoffload.core.hints import NO_HINTS, Hints, Labels
+from kvoffload.core.kernels import blocks, call_log, loads, lookups, misses, stores, uses, victims
+from kvoffload.core.kernels.offers import NO_ROOM
+from kvoffload.core.kernels.victims import FIRST_WRONG
 from kvoffload.core.log import NO_REQUEST, Call, Log
 from kvoffload.core.miss_record import NUM_CODES, RESET, MissRecord, by_reason
 from kvoffload.core.on_compute import OnCompute
@@ -55,7 +57,7 @@ if TYPE_CHECKING:
 
 _NO_ROWS = np.empty(0, np.int32)
 _RESULTS = (LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING)
-"""The result for each return value of `kernels.state_of_key`."""
+"""The result for each return value of `lookups.state_of_key`."""
 
 
 class OffloadingManager:
@@ -229,7 +231,7 @@ class OffloadingManager:
             ctx.set_hints(hints, self._labels.number(hints))
         if path:
             self._use(path, ctx, whole_path=True)
-        num_unreported = kernels.finish(self._cache, ctx.memory, bool(path))
+        num_unreported = uses.finish(self._cache, ctx.memory, bool(path))
         self._report_uses(ctx, num_unreported)
         if not self.store_mode.is_compiled:
             self.store_mode.finished(ctx, num_unreported)
@@ -258,7 +260,7 @@ class OffloadingManager:
         if ctx is None or ctx.owner is not self or ctx.finished or ctx.unpacked_keys:
             ctx = self._context(ctx)
         batch = keys if type(keys) is list else batch_of(keys, self.key_bytes)
-        while (ready := kernels.lookup(self._cache, ctx.memory, batch)) < AGAIN:
+        while (ready := lookups.lookup(self._cache, ctx.memory, batch)) < AGAIN:
             ctx.make_room(keys, ready)
         if ready < 0:
             return PrefixLookup(~ready, LookupResult.HIT_PENDING)
@@ -288,7 +290,7 @@ class OffloadingManager:
 
     def lookup_key(self, key: bytes, ctx: RequestContext | None = None) -> LookupResult:
         """Return the state of one block, for engines that look up single keys. Cost: one index probe."""
-        state = kernels.state_of_key(self._cache, key)
+        state = lookups.state_of_key(self._cache, key)
         if state == AGAIN:
             raise ValueError(f"key {key.hex()} has {len(key)} bytes; all keys here have {self.key_bytes}")
         if ctx is not None:
@@ -323,11 +325,11 @@ class OffloadingManager:
         ctx = self._context(ctx)
         start = check_integer("start", start, MAX_POSITIONS, 0)
         count, first = (ctx.length - start, start) if keys is None else (len(ctx.extend(keys)), -1)
-        return kernels.count_misses(self._cache, ctx.memory, first, count, self.miss_counts)
+        return misses.count_misses(self._cache, ctx.memory, first, count, self.miss_counts)
 
     def note_absent(self, keys: Sequence[bytes], event: int) -> None:
         """Record why these blocks are absent. `event`: a code of `miss_record`, the same for all blocks."""
-        kernels.note_absent(self._cache, self.pack(keys).words, event)
+        misses.note_absent(self._cache, self.pack(keys).words, event)
 
     @property
     def miss_record(self) -> MissRecord:
@@ -365,7 +367,7 @@ class OffloadingManager:
         self._unpin(plan, damaged, "complete_load")
         if self._follows_device and plan.epoch == self._epoch:
             request = plan.request
-            if num_new := kernels.loaded(self._cache, request.memory, plan.memory):
+            if num_new := loads.loaded(self._cache, request.memory, plan.memory):
                 self.store_mode.used(*request.used(num_new))
 
     def pin(self, keys: Sequence[bytes]) -> LoadPlan:
@@ -421,17 +423,17 @@ class OffloadingManager:
         batch = keys if type(keys) is list else batch_of(keys, self.key_bytes)
         cache, plan = self._cache, blank_store(len(keys), self.key_bytes)
         kept = blank_store(len(keys), self.key_bytes) if self._follows_device else plan
-        enters = kernels.BY_ALL if admitted else 0 if self.policy_may_refuse else kernels.BY_POLICY
-        step = kernels.ALL if self.store_mode.is_compiled else kernels.OFFER
-        while (stored := kernels.prepare_store(cache, ctx.memory, batch, plan, kept, step, enters)) < AGAIN:
+        enters = stores.BY_ALL if admitted else 0 if self.policy_may_refuse else stores.BY_POLICY
+        step = stores.ALL if self.store_mode.is_compiled else stores.OFFER
+        while (stored := stores.prepare_store(cache, ctx.memory, batch, plan, kept, step, enters)) < AGAIN:
             ctx.make_room(keys, stored)
-        if step == kernels.OFFER and stored >= 0:
+        if step == stores.OFFER and stored >= 0:
             offered = Entering.over(plan)
             stored = self.store_mode.store(ctx, offered, Entering.over(kept), enters, admitted)
         if stored < 0:
-            if stored == kernels.NO_ROOM:
+            if stored == NO_ROOM:
                 return None
-            raise self.store_mode.wrong_victim(plan, kernels.FIRST_WRONG - stored)
+            raise self.store_mode.wrong_victim(plan, FIRST_WRONG - stored)
         store_plan = StorePlan(ctx, plan, stored, self._epoch)
         if self._events is not None and store_plan.num_evicted:
             self._events.add(store_plan.evicted, removed=True)
@@ -444,7 +446,7 @@ class OffloadingManager:
         """
         ctx, cache, batch = self._context(None), self._cache, batch_of(keys, self.key_bytes)
         new, kept = (blank_store(len(keys), self.key_bytes) for _ in range(2))
-        while (result := kernels.prepare_store(cache, ctx.memory, batch, new, kept, kernels.KEEP, 1)) < AGAIN:
+        while (result := stores.prepare_store(cache, ctx.memory, batch, new, kept, stores.KEEP, 1)) < AGAIN:
             ctx.make_room(keys, result)
         self.store_mode.keep(Entering.over(kept), ctx)
         return Entering.over(new).num_missing
@@ -462,12 +464,12 @@ class OffloadingManager:
             if len(holds := self._state.holds):
                 holds[plan.slots] = 0
         elif success:
-            kernels.become_ready(self._cache, plan.memory)
+            blocks.become_ready(self._cache, plan.memory)
             if self._events is not None and plan.num_stored:
                 self._events.add(plan.keys, removed=False)
         else:
             self.policy.remove(plan.slots)
-            kernels.abandon(self._cache, plan.memory)
+            blocks.abandon(self._cache, plan.memory)
 
     # ---- the whole cache
 
@@ -701,17 +703,17 @@ class OffloadingManager:
     def _shrink(self, num_blocks: int) -> None:
         keys, memory = unseen_keys(self.key_bytes)[:num_blocks], blank_store(num_blocks, self.key_bytes)
         ctx = RequestContext("", self.key_bytes, self, room_for(num_blocks))
-        cache, mode, step = self._cache, self.store_mode, kernels.SHRINK
-        evicted = kernels.prepare_store(cache, ctx.memory, keys.words, memory, memory, step, kernels.BY_ALL)
+        cache, mode, step = self._cache, self.store_mode, stores.SHRINK
+        evicted = stores.prepare_store(cache, ctx.memory, keys.words, memory, memory, step, stores.BY_ALL)
         if evicted > 0 and not self._state.replace:
-            kernels.give(cache, ctx.memory, memory)
+            victims.give(cache, ctx.memory, memory)
             mode.choose(Entering.over(memory), ctx)
-            step = kernels.SHRINK_CHOSEN
-            evicted = kernels.prepare_store(cache, ctx.memory, [], memory, memory, step, kernels.BY_ALL)
+            step = stores.SHRINK_CHOSEN
+            evicted = stores.prepare_store(cache, ctx.memory, [], memory, memory, step, stores.BY_ALL)
             if evicted > 0:
                 self.policy.remove(Entering.over(memory).slots[:evicted])
         if evicted < 0:
-            raise mode.wrong_victim(memory, kernels.FIRST_WRONG - evicted)
+            raise mode.wrong_victim(memory, FIRST_WRONG - evicted)
         if evicted and self._events is not None:
             self._events.add(StorePlan(ctx, memory, evicted, self._epoch).evicted, removed=True)
 
@@ -751,7 +753,7 @@ class OffloadingManager:
 
     def _flush(self, ctx: RequestContext) -> None:
         ctx.flush()
-        kernels.log_call(self._cache, ctx.memory, Call.EXTEND, 0, 0)
+        call_log.log_call(self._cache, ctx.memory, Call.EXTEND, 0, 0)
 
     def _pin(self, keys: Sequence[bytes], ctx: RequestContext | None, call: str) -> LoadPlan:
         if ctx is None or ctx.owner is not self or ctx.finished or ctx.unpacked_keys:
@@ -759,7 +761,7 @@ class OffloadingManager:
         batch = keys if type(keys) is list else batch_of(keys, self.key_bytes)
         plan = blank_load(len(keys))
         is_load = call == "prepare_load"
-        while (pinned := kernels.pin(self._cache, ctx.memory, batch, plan, is_load)) < AGAIN:
+        while (pinned := loads.pin(self._cache, ctx.memory, batch, plan, is_load)) < AGAIN:
             ctx.make_room(keys, pinned)
         if pinned < 0:
             raise self.not_ready_error(f"{call} of a block that is not ready: key {keys[~pinned].hex()}")
@@ -777,7 +779,7 @@ class OffloadingManager:
         if is_load and self._state.has_tenants:
             tenant = self._state.member or plan.request.tenant
             self._state.tenants.loaded[tenant] += len(plan) - len(rows)
-        if kernels.unpin(self._cache, plan.memory, is_load):
+        if loads.unpin(self._cache, plan.memory, is_load):
             self.slots.num_evictable -= self.slots.release(plan.slots)
         if len(rows):
             if is_load:
@@ -798,7 +800,7 @@ class OffloadingManager:
 
     def _use(self, keys: Sequence[bytes], ctx: RequestContext, *, whole_path: bool = False) -> None:
         batch = batch_of(keys, self.key_bytes)
-        while (num_used := kernels.touch(self._cache, ctx.memory, batch, whole_path)) < AGAIN:
+        while (num_used := uses.touch(self._cache, ctx.memory, batch, whole_path)) < AGAIN:
             ctx.make_room(keys, num_used)
         self._report_uses(ctx, num_used)
 
@@ -812,11 +814,11 @@ class OffloadingManager:
     def _slots(self, keys: Sequence[bytes], ctx: RequestContext | None) -> SlotArray:
         ctx = self._context(ctx)
         positions, slots = ctx.extend(keys), np.empty(len(keys), np.int32)
-        kernels.resolve(self._cache, ctx.memory, positions, slots)
+        lookups.resolve(self._cache, ctx.memory, positions, slots)
         return slots
 
     def _discard(self, batch: Keys, slots: SlotArray) -> int:
-        num_removed = kernels.discard(self._cache, batch.words, slots)
+        num_removed = blocks.discard(self._cache, batch.words, slots)
         slots = slots[:num_removed]
         if num_removed:
             if self._events is not None:

@@ -9,8 +9,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvoffload.core import kernels
 from kvoffload.core.admission import Admission
+from kvoffload.core.kernels import lookups, stores, uses, victims
 from kvoffload.core.policy import CompiledPolicy, EvictionPolicy
 from kvoffload.core.request import Path, RequestContext
 from kvoffload.core.slots import SlotArray
@@ -71,14 +71,14 @@ class OnCompute:
         """Report a waiting request's expected blocks to the policy, each block once per request."""
         if not (self._has_expect or self.cache.expect):
             return
-        start = kernels.expect(self.cache.memory, ctx.memory)
+        start = uses.expect(self.cache.memory, ctx.memory)
         stop = Path.over(ctx.memory).foreseen
         if start < stop and self._has_expect:
             self.policy.expect(ctx.keys()[:stop], start)
 
     def observe(self, ctx: RequestContext) -> None:
         """Report a request's blocks to policy and admission rule, each block once per request."""
-        kernels.observe(self.cache.memory, ctx.memory)
+        uses.observe(self.cache.memory, ctx.memory)
         start, stop = ctx.observed, ctx.length
         if start == stop or not (self._has_observe or self.admission is not None):
             return
@@ -86,7 +86,7 @@ class OnCompute:
         ctx.num_observations += 1
         if self._has_observe and not ctx.is_quiet:
             slots = np.empty(stop - start, np.int32)
-            kernels.resolve(self.cache.memory, ctx.memory, np.arange(start, stop, dtype=np.int32), slots)
+            lookups.resolve(self.cache.memory, ctx.memory, np.arange(start, stop, dtype=np.int32), slots)
             self.policy.observe(ctx.keys(), slots, start, Path.over(ctx.memory).on_device)
         if self.admission is not None:
             self.admission.count(ctx.keys()[start:])
@@ -101,10 +101,10 @@ class OnCompute:
         If `num_used` is 0, the kernel has already called a compiled `finished`.
         """
         if num_used:
-            kernels.finish(self.cache.memory, ctx.memory, True)
+            uses.finish(self.cache.memory, ctx.memory, True)
         if self._has_finished:
             slots = np.empty(ctx.length, np.int32)
-            kernels.resolve(self.cache.memory, ctx.memory, np.arange(ctx.length, dtype=np.int32), slots)
+            lookups.resolve(self.cache.memory, ctx.memory, np.arange(ctx.length, dtype=np.int32), slots)
             self.policy.finished(ctx.keys(), slots, ctx.hints)
 
     # ---- stores
@@ -116,7 +116,7 @@ class OnCompute:
             ctx: the request.
             new: the offer. The method fills in the slots and victims.
             kept: receives the offered blocks that are already in RAM, if the tier is a victim tier.
-            enters: argument `admitted` of `kernels.prepare_store`. If 0, the policy may refuse blocks.
+            enters: argument `admitted` of `stores.prepare_store`. If 0, the policy may refuse blocks.
             admitted: if True, the admission rule is not asked.
 
         Raises: `PolicyError` when the policy breaks its contract.
@@ -134,10 +134,10 @@ class OnCompute:
         is_owed = self.cache.spares & SPARES_TENANTS and self.cache.tenants.is_owed
         new.one_prefix, new.admitted = self.one_prefix, bool(enters or is_owed)
         if new.count and not self.cache.replace:
-            kernels.give(self.cache.memory, ctx.memory, new.memory)
+            victims.give(self.cache.memory, ctx.memory, new.memory)
             self.choose(new, ctx)
-        stored: int = kernels.prepare_store(
-            self.cache.memory, ctx.memory, [], new.memory, kept.memory, kernels.CHOSEN, enters
+        stored: int = stores.prepare_store(
+            self.cache.memory, ctx.memory, [], new.memory, kept.memory, stores.CHOSEN, enters
         )
         if stored >= 0:
             self.keep(kept, ctx)

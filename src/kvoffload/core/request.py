@@ -58,7 +58,7 @@ class Path(Struct):
         positions: int32: path positions of the current batch.
         used: the blocks that the current batch uses.
         found: int32. For a policy's `observe` and `finished`: the slot of each block, or ABSENT. After
-            `kernels.count_misses`: the code of each counted block.
+            `misses.count_misses`: the code of each counted block.
         length: number of keys on the path.
         observed: number of leading keys that a compiled policy has observed.
         on_device: number of leading blocks that the device holds. The first lookup begins at this position.

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvoffload.core import kernels
 from kvoffload.core.expected import Expected, most_expected
 from kvoffload.core.hints import NO_HINTS, Hints, Labels
+from kvoffload.core.kernels import blocks
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.miss_record import BUSY as BUSY_BLOCK
 from kvoffload.core.plans import (
@@ -355,7 +355,7 @@ class NodeManager(OffloadingManager):
             plan = entering(self.index.keys_at(new), new, 0)
             plan.count = len(new)
             saved = self._holds[new].copy()
-            kernels.abandon(self._cache, plan.memory)
+            blocks.abandon(self._cache, plan.memory)
             self._holds[new] = saved
         slots.ref_cnt[pinned] -= holds[pinned]
         idle = pinned[(slots.ref_cnt[pinned] == 0) & ~slots.condemned[pinned]]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvoffload.core.hints import NO_HINTS, Hints, Labels
-from kvoffload.core.kernels import ASKED_END, END_LABEL, END_ROW, LABEL, NUM_COLUMNS, ON_DEVICE
+from kvoffload.core.kernels.whole_requests import ASKED_END, END_LABEL, END_ROW, LABEL, NUM_COLUMNS, ON_DEVICE
 from kvoffload.core.request import FULL, HASH, Path, RequestContext
 from kvoffload.structures.index import words_with_hash
 from kvoffload.structures.jit import I64Matrix, U64Array, inline, kernel
@@ -36,7 +36,7 @@ class Recorded(Struct):
     Attributes:
         hashes: hashes of the sampled keys, one request after the other; the keys of a request are in prefix
             order.
-        requests: a row for each request with sampled blocks, see `kernels.live_all`.
+        requests: a row for each request with sampled blocks, see `whole_requests.live_all`.
         num_keys, num_requests: number of rows of `hashes` and of `requests` in use.
         num_looked_up: number of looked-up blocks of all requests, sampled or not.
         longest: largest number of sampled blocks of a request.

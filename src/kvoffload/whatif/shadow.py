@@ -11,9 +11,10 @@ import time
 
 import numpy as np
 
-from kvoffload.core import kernels
 from kvoffload.core.admission import ADMISSIONS, Admission, create_admission
 from kvoffload.core.hints import Hints
+from kvoffload.core.kernels import whole_requests
+from kvoffload.core.kernels.whole_requests import ASKED_END, END_ROW, ON_DEVICE
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.request import RequestContext
@@ -109,7 +110,7 @@ class Shadow:
             self._room = path.room
             self._new = blank_store(self._room, KEY_BYTES)
             Entering.over(self._new).admitted = not self.manager.policy_may_refuse
-        result = kernels.live_all(
+        result = whole_requests.live_all(
             self._cache,
             path.memory,
             self._new,
@@ -125,8 +126,8 @@ class Shadow:
         """Replay the sample with a policy in Python or an admission rule. Yields the GIL between requests."""
         recorded, start = sample.state, 0
         for row, hints in zip(recorded.requests[: recorded.num_requests].tolist(), sample.hints, strict=True):
-            end = row[kernels.END_ROW]
-            self._live_one(keys[start:end], row[kernels.ON_DEVICE], row[kernels.ASKED_END], hints)
+            end = row[END_ROW]
+            self._live_one(keys[start:end], row[ON_DEVICE], row[ASKED_END], hints)
             start = end
             time.sleep(0)
 
@@ -134,7 +135,7 @@ class Shadow:
         manager = self.manager
         ctx = manager.begin_request("", keys, hints=hints.at_begin)
         end = first + manager.lookup(keys[first:asked], ctx).num_ready
-        kernels.count_by_group(keys.words[end:asked], self.missed)
+        whole_requests.count_by_group(keys.words[end:asked], self.missed)
         plan = manager.prepare_store(keys, ctx)
         if plan is not None:
             manager.complete_store(plan)
