@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 
 from kvoffload import OffloadingManager
 from kvoffload.core import miss_reasons
+from kvoffload.core.hints import Hints
 from kvoffload.core.miss_record import EVICTED, NEVER_SEEN, REASON_OF, WAYS, MissRecord
 from kvoffload.core.plans import ON_DEVICE_EVICTION
 from kvoffload.core.policy import REFUSED
 from kvoffload.core.protection import Protected
 from kvoffload.core.slots import SlotArray
+from kvoffload.core.tenants import Quota
 from kvoffload.structures.keys import Keys
 from kvoffload.testing.audit import audit
 from support.naive.lru import NaiveLRU
@@ -148,6 +150,24 @@ def test_rule_policy_and_room_exclude_blocks_of_one_offer() -> None:
     names = [reason(manager, key) for key in KEYS[10:15]]
     assert names == ["", "refused", "no_room", "no_room", "not_admitted"]
     manager.unpin(pinned)
+
+
+def test_a_rule_excludes_blocks_that_the_policy_must_accept() -> None:
+    """The tenant's second offer is within its minimum: only the rule may refuse, although the policy has."""
+    quotas = {"tenant": Quota(min_blocks=3)}
+    manager = manager_of(4, policy=RefusesAll, admission="reuse:2", tenants=quotas)
+    for _ in range(2):
+        serve(manager, KEYS[:4])
+    for _ in range(2):
+        ctx = manager.begin_request("r", KEYS[10:14], hints=Hints(tenant="tenant"))
+        plan = manager.prepare_store(KEYS[10:14], ctx)
+        assert plan is not None
+        assert plan.num_refused == 4
+    assert reason(manager, KEYS[10]) == "refused"
+    plan = manager.prepare_store(KEYS[14:16], ctx)
+    assert plan is not None
+    assert plan.num_refused == 2
+    assert [reason(manager, key) for key in KEYS[14:16]] == ["not_admitted"] * 2
 
 
 def test_a_reset_is_the_reason_of_every_block_that_it_drops() -> None:

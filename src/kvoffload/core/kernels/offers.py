@@ -43,20 +43,20 @@ def collect_missing(cache: Cache, path: Path, count: int, new: Entering) -> int:
 
 
 @inline
-def is_cut(cache: Cache, path: Path, new: Entering) -> bool:
-    """Return True if all missing blocks of an offer come after a block that the policy refused.
-
-    Returns False if another request has stored the refused block since.
-    """
-    if path.cut == 0 or new.num_missing == 0 or path.positions[new.rows[0]] < path.cut:
-        return False
-    return slot_of(cache, path, path.cut - 1) == ABSENT
-
-
-@inline
 def is_owed(cache: Cache) -> bool:
     """Return True if the store fills the minimum of a tenant. The policy must then accept all blocks."""
     return cache.spares & SPARES_TENANTS != 0 and cache.tenants.is_owed != 0
+
+
+@inline
+def is_cut(cache: Cache, path: Path, new: Entering, admitted: int) -> bool:
+    """Return True if an offer is refused: all its missing blocks come after a block that the policy refused.
+
+    Returns False if the policy must accept all blocks, or if another request has stored the refused block.
+    """
+    if admitted != 0 or path.cut == 0 or new.num_missing == 0 or is_owed(cache):
+        return False
+    return path.positions[new.rows[0]] >= path.cut and slot_of(cache, path, path.cut - 1) == ABSENT
 
 
 @inline
@@ -93,6 +93,6 @@ def offer_rows(cache: Cache, path: Path, count: int, new: Entering, no_store: bo
         path.is_quiet |= not learns
     if has_room_without_expected(cache, path, new.count):
         cache.spares |= SPARES_EXPECTED
-    if admitted == 0 and is_cut(cache, path, new) and not is_owed(cache):
+    if is_cut(cache, path, new, admitted):
         new.count, new.num_refused = 0, new.num_missing
     return new.count

@@ -137,7 +137,7 @@ def prepare_store(
             observe_path(cache, path)
         new.num_dropped = 0 if step == KEEP else new.num_missing - new.num_refused - stored
         new.one_prefix, new.admitted = not cache.follows_device, admitted != 0 or is_owed(cache)
-    num_not_admitted = 0 if is_cut(cache, path, new) else new.num_refused
+    num_not_admitted = 0 if is_cut(cache, path, new, admitted) else new.num_refused
     if stored >= 0:
         stored = store_offered(cache, path, new, kept)
     if stored >= 0:
