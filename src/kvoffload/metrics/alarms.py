@@ -17,8 +17,11 @@ RUNBOOK: Final = "docs/operations.md"
 _PREFIX = "PREFIX_"
 """Placeholder in expressions for the prefix of the metrics."""
 _SCOPE = "job, namespace, model_name, manager"
-"""Labels that do not change at a restart. Expressions with these labels sum over instances and engines. A
-missing label counts as empty."""
+"""Labels that do not change when an engine is restarted.
+
+An expression that is grouped by these labels sums over instances and engines. A missing label counts as
+empty.
+"""
 _ENGINE = f"instance, engine, {_SCOPE}"
 
 
@@ -124,7 +127,7 @@ _CANARY_FAILS = f"""{_CANARY_FAILED}
 and ignoring (result) changes((
   kvoffload_canary_last_run_timestamp_seconds and ignoring (result) {_CANARY_FAILED}
 )[2d:5m]) > 0"""
-"""True if at least two runs in two days failed, including the last run."""
+"""PromQL that is true if the last run failed, and at least one other run in two days failed."""
 
 _HALVED = f"""({_ratio("1h")} < 0.5 * ({_ratio("1h", "1d")}))
 unless ({_ratio("1h")} >= 0.5 * ({_ratio("1h", "7d")}))

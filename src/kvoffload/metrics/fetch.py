@@ -39,8 +39,8 @@ def fetch(address: str, timeout_s: float, *, field: str = "url") -> str:
 
     Args:
         address: see `metrics_url`.
-        timeout_s: time limit for the whole reply, in seconds. If the server stops in the middle of the reply,
-            the call may take twice as long.
+        timeout_s: time limit for the whole reply, in seconds. If the server stops sending in the middle of
+            the reply, the call may take up to twice this time.
         field: the option, for messages.
 
     Raises: `UnavailableError` if the server does not send a complete reply of at most `MAX_BYTES`;

@@ -1,6 +1,6 @@
 """Rates of a server, for each engine and tier, from two scrapes of the server's metrics.
 
-Knows names of metrics; fetches nothing.
+Knows names of metrics, but fetches nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _TIER_FAULTS = ("failed", "mismatches", "timeouts", "errors")
 _FAULTS = ("verification_failures", "failed_load_blocks", "failed_store_blocks", "internal_errors")
 
 Key = tuple[str, str]
-"""Name of a metric without prefix, and the value of the metric's label; empty without a label."""
+"""Name of a metric without prefix, and the value of the metric's label or, if there is no label, ""."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Reading:
 
     Attributes:
         time_s: monotonic time of the scrape.
-        engines: engine (``model 0``, or the name of a manager) -> values.
+        engines: mapping: name of an engine (``model 0``, or the name of a manager) -> values.
     """
 
     time_s: float
@@ -61,7 +61,7 @@ class Reading:
 def read(samples: list[Sample], time_s: float) -> Reading:
     """Group the samples of a scrape by engine.
 
-    Skips engines without metrics of kvoffload, and values that are not finite.
+    Engines without metrics of kvoffload, and values that are not finite, are skipped.
     """
     values: dict[str, dict[Key, float]] = defaultdict(lambda: defaultdict(float))
     ours = set[str]()

@@ -30,7 +30,7 @@ _KNOWN: dict[str, tuple[int, int, int]] = {
 """Built-in table: model name without -Instruct -> (number of layers, number of KV heads, head size)."""
 
 KV_CACHE_DTYPES = {"auto": 0, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
-"""Value of vLLM's ``--kv-cache-dtype`` -> bytes of one element; 0: the model's dtype decides."""
+"""Value of vLLM's ``--kv-cache-dtype`` -> bytes of one element. 0 means that the model's dtype decides."""
 
 _DTYPE_BYTES = {"float32": 2, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 _HYBRID = {
@@ -161,7 +161,7 @@ def block_bytes(
 def _quantized_cache(place: Path, config: Mapping[str, Any]) -> str:
     """Return the dtype of the KV cache that a checkpoint of ModelOpt or llm-compressor sets, or "".
 
-    vLLM's ``auto`` follows this dtype. Older checkpoints have it in ``hf_quant_config.json``, or in
+    vLLM's ``auto`` follows this dtype. Older checkpoints store the dtype in ``hf_quant_config.json``, or in
     ``compression_config``.
     """
     places = (config, _object(config, "text_config"))
@@ -181,13 +181,16 @@ def _quantized_cache(place: Path, config: Mapping[str, Any]) -> str:
 
 
 def _object(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return the object `name` in a configuration; empty if it is absent or not an object."""
+    """Return the object `name` of a configuration, or an empty object if `name` is absent or no object."""
     value = config.get(name)
     return value if isinstance(value, dict) else {}
 
 
 def _of_config(model: str, config: Mapping[str, Any], number_bytes: int) -> int:
-    """Compute the KV bytes of one token. `number_bytes`: bytes of a number; 0: the model's dtype decides."""
+    """Compute the KV bytes of one token.
+
+    `number_bytes`: bytes of one element of the cache; 0 if the model's dtype decides.
+    """
     text = _object(config, "text_config") or config
     number = _numbers(model, text)
     named = [at.get(name) for at in (text, config) for name in ("torch_dtype", "dtype")]

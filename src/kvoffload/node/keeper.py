@@ -22,8 +22,11 @@ MEMBERS = "members"
 MAX_MEMBERS = 64
 """Limit of engines that use a pool at the same time. Each engine locks a byte of the file `MEMBERS`."""
 LAST_USED_AT, KEEP_AT = 2, 3
-"""Words of the file `MEMBERS`, float64. `LAST_USED_AT`: time of the last use (`time.monotonic`). `KEEP_AT`:
-seconds from the last use to the removal."""
+"""Positions of two float64 words in the file `MEMBERS`.
+
+Word `LAST_USED_AT` is the time of the last use (`time.monotonic`). Word `KEEP_AT` is the number of seconds
+from the last use to the removal.
+"""
 _KEEPER_BYTE = MAX_MEMBERS
 _LONGEST_INTERVAL_S = 5.0
 _FLOCK = "hhqqi4x"

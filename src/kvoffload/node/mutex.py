@@ -1,4 +1,4 @@
-"""A lock in memory that processes share. If its owner dies, the next process that locks it learns of it.
+"""A lock in shared memory. If a process dies while it owns the lock, the lock tells the next owner.
 
 A robust, process-shared mutex of the C library (``pthread_mutexattr_setrobust``; Linux). An uncontended
 `try_lock` makes no system call.
@@ -24,7 +24,10 @@ _ROBUST = _SHARED = 1
 _ERROR_CHECK = 2
 """Type of a mutex that refuses a second lock by its owner. With the default type the owner would deadlock."""
 _SPINS = 200
-"""Attempts before a system call: about 5 us. Most calls of a manager hold the lock for less."""
+"""Attempts before a system call; together they take about 5 us.
+
+Most calls of a manager hold the lock for a shorter time.
+"""
 
 
 class Door(Struct):
@@ -35,7 +38,7 @@ class Door(Struct):
         try_lock, unlock: addresses of the C library's functions in this process.
         news: number in shared memory. It grows with each change that members must read.
         seen: last value of `news` that this process has handled.
-        num_calls: calls of `try_lock` since `NEWS` was returned.
+        num_calls: successful calls of `try_lock` since `NEWS` was last returned.
     """
 
     news: I64Array
@@ -88,23 +91,26 @@ class Mutex:
         self.door = self._state.memory
 
     def wait(self, timeout_s: float) -> int:
-        """Lock, and wait if `try_lock` has returned `BUSY`; return `ACQUIRED`, `OWNER_DIED` or `BUSY`.
+        """Wait for the lock, after `try_lock` has returned `BUSY`.
 
-        `OWNER_DIED`: this thread has the lock, but the last owner died while holding it. The caller must
-        repair the state and call `repaired`.
+        Returns `ACQUIRED`, `OWNER_DIED`, or `BUSY` after a time-out. `OWNER_DIED` means that this thread has
+        the lock, but the last owner died while holding it. The caller must then repair the state and call
+        `repaired`.
         """
         return BUSY if timeout_s <= 0 else self._timed_lock(timeout_s)
 
     def holds(self) -> bool:
-        """Return True if this thread has the lock, False if another thread has it. Acquires a free lock.
+        """Return True if this thread has the lock, False if another thread has it.
 
-        Call this after an exception of a signal handler, which hides the result of `try_lock` or `wait`. If
-        True, the state may need a repair (`needs_repair`).
+        If the lock is free, this method acquires it.
+
+        Call this if a signal handler has raised an exception during `try_lock` or `wait`, so that their
+        result is lost. If this method returns True, the state may need a repair (`needs_repair`).
         """
         return self._timed_lock(0.0) in (ACQUIRED, OWNER_DIED, errno.EDEADLK)
 
     def needs_repair(self) -> bool:
-        """Return True if the last owner died while it held the lock. The lock then counts as repaired.
+        """Return True if the last owner died while it held the lock, and mark the lock as repaired.
 
         This thread must hold the lock.
         """
@@ -148,8 +154,8 @@ def check_platform() -> None:
 def try_lock(door: Door) -> int:
     """Lock without waiting; return `ACQUIRED`, `OWNER_DIED`, `BUSY`, or `NEWS`.
 
-    `NEWS`: the lock is acquired, and the caller must catch up. `Door.news` has changed, or this is the 16th
-    successful call since the last `NEWS`.
+    `NEWS` means that the lock is acquired and the caller must catch up, for one of two reasons: `Door.news`
+    has changed, or this is the 16th successful call since the last `NEWS`.
     """
     result: int = call_c(door.try_lock, door.mutex)
     attempt = 0

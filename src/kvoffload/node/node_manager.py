@@ -46,25 +46,34 @@ if TYPE_CHECKING:
     from kvoffload.core.policy_change import PolicyChange
 
 PATIENCE_S, RESET_PATIENCE_S = 0.05, 5.0
-"""Longest wait for the lock in a call, and in `reset`, in seconds. After a time-out, calls try the lock
-without waiting, until a call gets the lock."""
+"""Longest wait for the lock, in seconds: `PATIENCE_S` in most calls, `RESET_PATIENCE_S` in rare calls such as
+`reset` and `close`. After a time-out, calls try the lock without waiting, until a call gets the lock.
+"""
 MOST_DEFERRED = 1000
-"""Limit of deferred reports of uses. Other engines wait while the next call with the lock executes them."""
+"""Limit of deferred reports of uses.
+
+It is needed because the next call that gets the lock executes all deferred reports, and other engines wait
+for the lock meanwhile.
+"""
 REPORT_S = 1.0
 """Seconds without the lock before a warning is logged. Shorter waits are normal on a busy system."""
 CHECK_S, GRACE_S = 0.5, 1.0
-"""Interval of the checks for dead engines, and delay from an engine's end to the reuse of its slots
-(seconds). During the delay a device may still copy."""
+"""Interval of the checks for dead engines, and delay from an engine's end to the reuse of its slots, in
+seconds. The delay is needed because a device may still copy to the slots of an engine that has just ended.
+"""
 _UNKNOWN = -1
 _BEFORE_A_CHANGE = (MisuseError, ValueError, TypeError)
-"""Exceptions for wrong arguments. A call raises them before it changes the state."""
+"""Exceptions for wrong arguments.
+
+A method raises them before it changes the state, so the pool need not be emptied.
+"""
 logger = logging.getLogger("kvoffload.node")
 
 
 class NodeManager(OffloadingManager):
     """An `OffloadingManager` of RAM that all engines of a pool share, with one policy and one index.
 
-    Every call holds the pool's lock. The differences to a manager of one process:
+    Every call holds the pool's lock. The differences from a manager of one process:
 
     - Another process may evict a block between `lookup` and `prepare_load`. `prepare_load` and `pin` then
       raise `GoneError`, and the caller must look the block up again. Pinned blocks are not evicted.
@@ -73,8 +82,8 @@ class NodeManager(OffloadingManager):
       later call gets the lock. Once `MOST_DEFERRED` calls are deferred, further reports of uses are lost.
     - If an engine ends without `close`, another member releases its pins and slots within seconds.
     - If an engine dies inside a call, the pool is emptied, because its state may be inconsistent.
-    - `reset` empties the pool for all engines. Events and `stats` cover all engines, `counters` only this
-      engine.
+    - `reset` empties the pool for all engines. Events and `stats` cover all engines; `counters` covers only
+      this engine.
     - The admission rule of each engine counts only the engine's own requests.
     - Engines can have shares of the pool. A share protects an engine's blocks like the minimum quota of a
       tenant (`OffloadingManager.set_tenants`). An engine owns the blocks that it stores. Blocks of ended
@@ -84,15 +93,16 @@ class NodeManager(OffloadingManager):
         directory: the membership in the pool. `close` does not close it.
         share_blocks: number of blocks of this engine that other engines cannot evict while this engine runs.
             Other engines may use the unfilled part of the share.
-        capacity_blocks, policy, key_bytes, block_size: equal in all members.
-        admission, enable_events, medium: as for `OffloadingManager`.
+        capacity_blocks, policy, key_bytes, block_size: see `OffloadingManager`. All members must give equal
+            values.
+        admission, enable_events, medium: see `OffloadingManager`.
         clock: monotonic seconds.
 
     Attributes:
         num_timeouts: calls that did not get the lock in time.
 
-    Thread: one in each process. Cost of a call, in addition to an `OffloadingManager`: 0.5 to 1.5 us for up
-    to 64 blocks, and up to 3 us for 1,024 blocks.
+    Thread: use one thread in each process. Cost of a call, in addition to the cost in an `OffloadingManager`:
+    0.5 to 1.5 us for up to 64 blocks, and up to 3 us for 1,024 blocks.
 
     Raises:
         ConfigError: the policy is not compiled, or the shares of the running engines exceed the pool. Also
@@ -170,7 +180,7 @@ class NodeManager(OffloadingManager):
             self._announce()
 
     def _take_share(self, share_blocks: int) -> None:
-        """Set the share of this engine. Raises: `ConfigError`; then no share has changed."""
+        """Set the share of this engine. If this raises `ConfigError`, no share has changed."""
         number, tenants = self._directory.number, self._state.tenants
         living = [other for other in range(MAX_MEMBERS) if self._directory.is_alive(other)]
         take_share(tenants, number, share_blocks, living, self.capacity_blocks)
@@ -205,7 +215,7 @@ class NodeManager(OffloadingManager):
     # ---- the lock
 
     def _acquired(self, result: int, patience_s: float) -> bool:
-        """Handle the result of `try_lock`: wait for a busy lock, repair a torn state, catch up.
+        """Handle the result of `try_lock`: wait for a busy lock, repair an inconsistent state, apply news.
 
         Returns True if this process now holds the lock, False on time-out.
         """
@@ -255,7 +265,10 @@ class NodeManager(OffloadingManager):
             self._exit()
 
     def _failed(self, error: BaseException) -> None:
-        """Empty the pool if an exception may have torn the state. The caller holds the lock."""
+        """Empty the pool if an exception may have left its state inconsistent.
+
+        The caller must hold the lock.
+        """
         if not isinstance(error, _BEFORE_A_CHANGE):
             self._interrupted()
 
@@ -266,7 +279,10 @@ class NodeManager(OffloadingManager):
 
     @contextmanager
     def _locked(self, patience_s: float) -> Iterator[None]:
-        """Hold the lock, for rare operations. Raises `TimeoutError` if the lock is not free in time."""
+        """Context manager that holds the lock, for rare operations.
+
+        Raises `TimeoutError` if the lock is not free in `patience_s` seconds.
+        """
         if self._is_inside:
             yield
             return
@@ -328,7 +344,10 @@ class NodeManager(OffloadingManager):
                 self._failed(error)
 
     def _announce(self) -> None:
-        """Notify all members of a change. This member catches up now, the others at their next lock."""
+        """Notify all members of a change.
+
+        This member catches up now; the other members catch up when they next acquire the lock.
+        """
         self._numbers.news += 1
         self._catch_up()
 
@@ -379,7 +398,7 @@ class NodeManager(OffloadingManager):
         self._announce()
 
     def _expected_share(self) -> int:
-        """Return the number of keys that the waiting requests of one engine may expect."""
+        """Return the largest number of keys that the waiting requests of one engine may mark as expected."""
         return most_expected(self.capacity_blocks) // self.num_members
 
     def _forget_expected(self) -> None:
@@ -420,7 +439,7 @@ class NodeManager(OffloadingManager):
         self._numbers.epoch = self._epoch
 
     def _balance_counters(self) -> None:
-        """Restore ``stored == ready + evicted + discarded`` of an empty pool."""
+        """Restore the invariant ``stored == ready + evicted + discarded`` after the pool was emptied."""
         total = dict(zip(COUNTERS, self._file.counters.sum(axis=0).tolist(), strict=True))
         missing = total["stored"] - total["evicted"] - total["discarded"]
         self._file.counters[DEPARTED, COUNTERS.index("discarded")] += missing
@@ -430,7 +449,7 @@ class NodeManager(OffloadingManager):
     def begin_request(
         self, request_id: str, keys: Sequence[bytes] = (), *, hints: Hints = NO_HINTS
     ) -> RequestContext:
-        """Create the context of a request, see `OffloadingManager.begin_request`.
+        """Create the context of a request (see `OffloadingManager.begin_request`).
 
         If the lock is not free in time, the hints are ignored.
         """
@@ -448,8 +467,8 @@ class NodeManager(OffloadingManager):
         Slots of a transfer in flight, of any engine, stay reserved until the transfer is completed.
 
         Args:
-            drop_in_flight: True if the caller guarantees that no transfer of this engine is in flight. The
-                completion of an old plan of this engine then does nothing.
+            drop_in_flight: True if the caller guarantees that no transfer of this engine is in flight. If the
+                engine later completes a plan from before the reset, nothing happens.
 
         If the lock is not free in `RESET_PATIENCE_S`, the reset is deferred until a call of this engine gets
         the lock.
@@ -478,7 +497,7 @@ class NodeManager(OffloadingManager):
         self._announce()
 
     def set_tenants(self, quotas: Mapping[str, Quota]) -> None:
-        """Raise `ConfigError`, because engines own the blocks of a pool (`share_blocks`)."""
+        """Raise `ConfigError`, because a pool has no tenants: engines own the blocks (`share_blocks`)."""
         raise ConfigError(
             "tenants", ", ".join(quotas), "allowed only without a shared pool: each engine's own RAM"
         )
@@ -501,9 +520,9 @@ class NodeManager(OffloadingManager):
     def take_events(self) -> list[OffloadingEvent]:
         """Return the events of all engines since the last call, in order.
 
-        If this engine has missed events, returns two other events instead: a reset, and the present contents.
-        An engine that has joined a pool with blocks has missed events. Returns an empty list if the lock is
-        not free in time.
+        If this engine has missed events, the result is different: a reset event, then an event with the
+        present contents. An engine that has joined a pool with blocks has missed events. Returns an empty
+        list if the lock is not free in time.
         """
         return self._event_ring.take() if self._listens else []
 
@@ -569,13 +588,16 @@ _WITHOUT_LOCK: dict[str, Callable[..., Any]] = {
     "keep": lambda self, keys: len(keys),
     "take_events": lambda self: [],
 }
-"""Functions that replace calls with a return value if the lock is not free in time, by name."""
+"""Name of a method -> function that is called instead of the method if the lock is not free in time."""
 _REPEATED = ("complete_load", "complete_store", "unpin", "discard", "note_absent")
-"""Names of calls that report something. If the lock is not free in time, such a call is deferred until
-another call gets the lock."""
+"""Methods that only report something.
+
+If the lock is not free in time, the call is deferred until another call gets the lock.
+"""
 _REPEATED_IF_FEW = ("touch", "expect", "withdraw", "finish_request")
-"""Names of calls that are deferred like `_REPEATED`, but at most `MOST_DEFERRED` of them. The lock's owner
-may be stopped for long."""
+"""Methods whose calls are deferred like the calls of `_REPEATED`, but at most `MOST_DEFERRED` calls in total,
+because the lock's owner may be stopped for a long time.
+"""
 
 
 def _with_lock(method: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
@@ -619,8 +641,8 @@ def _repeated(method: Callable[..., Any]) -> Callable[..., Any]:
 def _repeated_if_few(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that defers calls of `method`, which has a request as argument.
 
-    Beyond `MOST_DEFERRED` calls, only the removal of a request from the queue is deferred. The request's uses
-    are lost.
+    If `MOST_DEFERRED` calls are already deferred, only the removal of the request from the queue is deferred,
+    and the request's uses are not counted.
     """
     name = method.__name__
 

@@ -47,9 +47,14 @@ _MAGIC = 0x6B766F66_6E6F6465
 _MAGIC_AT, _FORMAT_AT, _LAST_USED_AT, _KEEP_AT, _FIRST_RECORD = 0, 1, keeper.LAST_USED_AT, keeper.KEEP_AT, 8
 _RECORD_WORDS = 8
 _ENGINE, _PID, _JOINED, _DEAD_SINCE, _HAS_MANAGER = range(5)
-"""Words of a record. `_ENGINE`: digest of the engine's id, 0 for a free record. `_PID`: pid of the engine's
-first process. `_JOINED`: start time, in seconds since 1970. `_DEAD_SINCE`: time of `time.monotonic` when the
-engine's end was first noticed, or 0. `_HAS_MANAGER`: 1 if the engine has or had a manager."""
+"""Positions of words in a record.
+
+- `_ENGINE`: digest of the engine's id, or 0 for a free record.
+- `_PID`: pid of the engine's first process.
+- `_JOINED`: time when the engine joined, in seconds since 1970.
+- `_DEAD_SINCE`: time (`time.monotonic`) when the engine's end was first noticed, or 0.
+- `_HAS_MANAGER`: 1 if the engine has or had a manager.
+"""
 _NUM_WORDS = _FIRST_RECORD + MAX_MEMBERS * _RECORD_WORDS
 _NUM_BYTES = -(-8 * _NUM_WORDS // mmap.PAGESIZE) * mmap.PAGESIZE
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.ENOMEM)

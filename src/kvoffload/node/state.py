@@ -24,8 +24,10 @@ _MAGIC = 0x6B766F66_73746174
 _MUTEX_AT, _NUMBERS_AT, _LABELS_AT, _HEADER_BYTES = 128, 256, 512, 4096
 _LISTENING_AT, _HAS_HOLDS_AT = _HEADER_BYTES - MAX_MEMBERS, _HEADER_BYTES - 2 * MAX_MEMBERS
 _IS_COMPLETE_AT, _CAPACITY_AT = 7, 8
-"""Positions of two words in the header. The words before them: magic, format, number of bytes, and four words
-of the signature."""
+"""Positions of two words in the header.
+
+The words before them are: magic, format, number of bytes, and four words of the signature.
+"""
 COUNTERS = tuple(name for name in Cache.fields if Cache.fields[name].at >= Cache.fields["stored"].at)
 """Names of the counters at the end of a `Cache`."""
 DEPARTED = MAX_MEMBERS
@@ -41,7 +43,8 @@ class Numbers(Struct):
         epoch: number of resets.
         generation: number of times that the expected keys were cleared.
         num_events: number of all events ever written to the ring.
-        has_shares: 1 after the first engine with a share has joined. Blocks have owners from then on.
+        has_shares: 1 from the moment when the first engine with a share joins. From then on, blocks have
+            owners.
         num_buried: number of engines that ended without `close`.
         num_died_inside: number of engines that died inside a call.
     """
@@ -59,17 +62,17 @@ class StateFile:
     """The mapped state of a pool, for one member.
 
     Attributes:
-        mutex: the lock of the other attributes.
+        mutex: the lock that guards the other attributes.
         numbers: see `Numbers`.
-        listening: ``(MAX_MEMBERS,)`` bool: members that take events.
+        listening: ``(MAX_MEMBERS,)`` bool: True for each member that takes events.
         labels: digests of hints (`hints.Labels`).
         counters: ``(MAX_MEMBERS + 1, len(COUNTERS))`` int64: a row for each member, and the row `DEPARTED`.
         events: ``(num, 1 + words_per_key)`` uint64: a ring buffer. The first word of an event is 1 for a
             removal and 0 for a store; the key follows.
         created: True if this call created the file, and copied the structs to the file.
 
-    If the file is incomplete, damaged, or of another version, size or geometry, it is replaced if `is_alone`.
-    Otherwise the constructor raises.
+    A file that is incomplete, damaged, or of another version, size or geometry cannot be used. If `is_alone`,
+    the constructor replaces the file; otherwise it raises.
 
     Raises: `UnavailableError` if memory is full, or other members use a file that must be replaced.
     """
@@ -126,9 +129,10 @@ class StateFile:
         header[_IS_COMPLETE_AT] = 1
 
     def holds_of(self, number: int) -> npt.NDArray[np.int32]:
-        """Return the `Cache.holds` of a member. Zeros before the member's `adopt`.
+        """Return the `Cache.holds` of a member, or zeros if the member has not called `adopt` yet.
 
-        Before `adopt`, the record's memory may not be allocated, and a read could kill the process.
+        Before `adopt`, the memory of the member's record may not be allocated, so that a read could kill the
+        process.
         """
         return self._holds[number] if self._has_holds[number] else np.zeros(self._capacity, np.int32)
 
@@ -156,7 +160,7 @@ class StateFile:
     def _allocate(self, start: int, num_bytes: int) -> None:
         """Allocate memory of the file, because a write to unallocated memory could kill the process.
 
-        Raises: `UnavailableError`.
+        Raises: `UnavailableError` if there is not enough memory.
         """
         try:
             os.posix_fallocate(self._fd, start, num_bytes)

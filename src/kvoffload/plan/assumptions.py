@@ -110,8 +110,8 @@ def _of_timing(timed: InTime) -> Iterator[Assumption]:
 def _with_unit(name: str, value: float) -> str:
     """Format a number of a machine's description: ``50.4 GB/s``, ``5 ms``.
 
-    `name`: field of `Machine`. The ending of the field's name determines the unit: ``_bytes_per_s`` prints
-    GB/s; ``tokens_per_s`` and ``_squared`` print no unit; all other fields are in seconds.
+    `name`: name of the field of `Machine`. Its ending determines the unit. A name that ends in
+    ``_bytes_per_s`` prints GB/s; ``tokens_per_s`` and ``_squared`` print no unit; all other fields are times.
     """
     if name.endswith("_bytes_per_s"):
         return f"{value / 1e9:.4g} GB/s"

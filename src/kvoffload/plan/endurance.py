@@ -123,8 +123,8 @@ def endurance_of(
 ) -> tuple[Endurance | None, list[Measured]]:
     """Compute the savings that are lost because of the rating. Also returns the rows measured for this.
 
-    Returns (None, no rows) if no feasible row has a write budget. Cost: at most one measurement, and for each
-    replica one replay without SSDs and one upper bound.
+    Returns None and an empty list if no feasible row has a write budget. Cost: at most one measurement; in
+    addition, for each replica, one replay without SSDs and one upper bound.
     """
     limited = budgeted_row(rows, chosen)
     if limited is None:

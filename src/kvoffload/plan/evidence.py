@@ -111,7 +111,7 @@ class Evidence:
         return share * self.tokens * fleet.scale / self.duration_s / fleet.tokens_per_s
 
     def interval(self, hits: Sums) -> Interval | None:
-        """Compute the interval of a prefix-hit ratio. `hits`: number of hits in each window."""
+        """Compute the confidence interval of a prefix-hit ratio. `hits`: number of hits in each window."""
         return self.draws.ratio(hits)
 
 
@@ -198,7 +198,7 @@ def _outside_blocks(shares: Sequence[Trace]) -> float | None:
 
 
 def _pace(shares: Sequence[Trace]) -> tuple[float, float]:
-    """Return `Evidence.duration_s` and `Evidence.busy`; 0 and 1 if the recording has no times."""
+    """Return `Evidence.duration_s` and `Evidence.busy`. If the recording has no times, return 0 and 1."""
     times: npt.NDArray[np.int64] = np.concatenate([share.timestamps_ms for share in shares])
     lengths = np.concatenate([np.diff(share.offsets) for share in shares])
     first, last = int(times.min()), int(times.max())

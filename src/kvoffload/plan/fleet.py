@@ -1,4 +1,4 @@
-"""The fleet of engines, and the possible purchases for it. Knows sizes and prices; no traces."""
+"""The fleet of engines, and the possible purchases for it. Knows sizes and prices, but no traces."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Fleet:
     def tokens_per_s(self) -> float:
         """Prefill tokens per second of a GPU; 0 if unknown.
 
-        The speed is the given speed, or else the machine's speed without attention.
+        This is the given speed or, if no speed is given, the speed of the machine without attention.
         """
         if self.prefill_tokens_per_s or self.machine is None:
             return self.prefill_tokens_per_s

@@ -1,4 +1,4 @@
-"""Sentences about the questions that a plan leaves open. Knows findings; measures nothing."""
+"""Sentences about the questions that a plan leaves open. Knows findings, but measures nothing."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Payback(msgspec.Struct, frozen=True, kw_only=True):
         gpus: number of GPUs that the purchase replaces (`gpus_saved`).
         saved_a_year: price of these GPUs for a year.
         days: days until the price of these GPUs' hours equals the price of the purchase. Null if `gpus` is
-            less than `LEAST_GPUS`.
+            below `LEAST_GPUS`.
     """
 
     gpus: float

@@ -143,7 +143,9 @@ class PlanAnswer(Report, frozen=True, kw_only=True):
 
 
 class Plan:
-    """A plan. Use once: construct, then `run`. Invalid options raise `ConfigError` before any replay.
+    """A plan, which can be run once: construct it, then call `run`.
+
+    Invalid options raise `ConfigError` before any replay.
 
     If there is an output, rows are written to this file, and finished replays to ``OUTPUT.journal``. Unlike a
     sweep, a plan does not remove its journal. A later run with another target, budget or price reuses the
@@ -186,7 +188,7 @@ class Plan:
         return self._work.journal_path
 
     def run(self, on_progress: OnProgress = lambda progress: None) -> PlanAnswer:
-        """Search, and write the output.
+        """Search for the answer and write the output.
 
         Raises:
             ConfigError: the target is above the ceiling, RAM is too small for a block, or the output cannot

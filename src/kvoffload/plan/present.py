@@ -29,7 +29,10 @@ from kvoffload.tiers.kinds.simulated import SimulatedOptions
 
 
 class PresentRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The replayed set-up of the server. Columns as in `PlanRow`; sizes are blocks of each engine."""
+    """The replayed set-up of the server.
+
+    The columns are the columns of `PlanRow`; sizes are in blocks of one engine.
+    """
 
     replicas: int
     store: str
@@ -142,7 +145,8 @@ def present_of(server: Served, fleet: Fleet, setups: Setups, block_tokens: int) 
     The server's metrics state the number of engines, the sizes, and the policy of RAM. They do not state
     store mode and admission rules, so `setups` must have a single value of each.
 
-    Raises: `ConfigError` if a plan cannot have this set-up, all problems at once. Each names the option.
+    Raises: `ConfigError` if a plan cannot have this set-up. The error lists all problems, each with the name
+    of its option.
     """
     problems, engines = Problems("plan"), max(1, server.engines)
     ram = server.capacity_blocks // engines

@@ -26,7 +26,10 @@ _A_DAY_S = 86_400
 WEAR = "SSD wear"
 """Short name of the limit for drive writes per day."""
 SERVER_POLICY = "lru"
-"""Eviction policy of servers, which evict on their own (docs/cluster.md, Settings of the server)."""
+"""Eviction policy of servers.
+
+A server chooses its victims itself (docs/cluster.md, Settings of the server).
+"""
 
 
 @dataclass(frozen=True, order=True)
@@ -180,8 +183,9 @@ class Cell:
     setup: Setup
 
     def points(self, fleet: Fleet, evidence: Evidence) -> list[Point]:
-        """Create the replays: a single replay if replicas share servers or RAM, else one for each replica.
+        """Create the replays of this cell.
 
+        There is a single replay if replicas share servers or RAM, otherwise one replay for each replica.
         Replicas without requests are left out.
         """
         setup = self.setup

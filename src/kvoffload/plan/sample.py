@@ -29,8 +29,8 @@ Sessions of agents are long. Measured error of a sample: with half of 454 such s
 1.7 points too low.
 """
 ENOUGH_ON_DEVICE = 2
-"""The scaled-down GPUs of an engine must hold at least this number of requests of mean length, because a
-sample has fewer sessions, but requests as long as the requests of the recording.
+"""The scaled-down GPUs of an engine must hold at least this number of requests of mean length. The limit is
+needed because a sample scales the caches down, but not the lengths of requests.
 """
 _MOST = 10_000
 

@@ -166,7 +166,9 @@ def confirm(
     rows: Sequence[Measured],
     guess: Choose | None,
 ) -> tuple[list[Measured], Choice]:
-    """Check the choice of a search on a sample, on all sessions. Returns all measured rows and a new choice.
+    """Check the choice of a search on a sample by measurements on all sessions.
+
+    Returns all measured rows and a new choice.
 
     1. Measure the recommended purchase with its two best setups. Also measure the purchase that saves most,
        the best infeasible purchase, and the rivals of the recommended purchase (`beside`, `other_ram`).
@@ -218,7 +220,7 @@ def _corrected(measured: Measured, error: float) -> Measured:
 
 
 def _cells_of(rows: Iterable[Measured | None]) -> list[Cell]:
-    """List the cells of all rows that buy something. Skips None."""
+    """List the cells of all rows that buy something. Entries of `rows` that are None are skipped."""
     return [
         Cell(measured.row.purchase, measured.row.setup)
         for measured in rows

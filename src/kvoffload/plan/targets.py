@@ -1,4 +1,4 @@
-"""Targets of a plan, and the choice of a purchase. Knows rows; replays nothing."""
+"""Targets of a plan, and the choice of a purchase. Knows rows, but replays nothing."""
 
 from __future__ import annotations
 

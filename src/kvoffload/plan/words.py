@@ -1,6 +1,6 @@
 """Sentences of a plan: the recommended purchase, its savings and their certainty, and the alternatives.
 
-Owns the sentences. Knows findings; measures nothing.
+Owns the sentences. Knows findings, but measures nothing.
 """
 
 from __future__ import annotations
@@ -162,7 +162,8 @@ def certainty(lead: Interval | None) -> str:
 def _saving(row: PlanRow, timed: InTime | None) -> str:
     """Describe savings: ``saves 31.4% of the prefill (28.0% to 34.2%): 12.0% by ..., 19.4% by RAM``.
 
-    If the timed replay of all engines saves less, its savings come first and determine the number of GPUs.
+    If the timed replay of all engines saves less than the untimed replay, the savings of the timed replay
+    come first and determine the number of GPUs.
     """
     places = [f"{percent(row.by_gpus)} by the GPUs' own memory", f"{percent(row.by_ram)} by RAM"]
     places += [f"{percent(row.by_ssds)} by SSDs"] if row.ssd_drives else []

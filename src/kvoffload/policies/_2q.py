@@ -50,18 +50,18 @@ class TwoQ(CompiledPolicy):
 
     The paper's full version with A1in, A1out and Am, for batches with pins.
 
-    A new block enters A1in, a FIFO. A hit in A1in does nothing, so that uses in quick succession count as
-    one. While A1in holds more than Kin = 25 % of the blocks, its oldest block is evicted, and A1out remembers
-    the key. Otherwise the coldest block of Am is evicted and forgotten. A block whose key is in A1out enters
-    Am, an LRU list. The capacity of A1out is Kout = 50 % of the cache's blocks.
+    A new block enters A1in, a FIFO. A hit in A1in does not move the block, so that uses in quick succession
+    count as one. While A1in holds more than Kin = 25 % of the blocks, its oldest block is evicted, and A1out
+    remembers the key. Otherwise the coldest block of Am is evicted and forgotten. A block whose key is in
+    A1out enters Am, an LRU list. The capacity of A1out is Kout = 50 % of the cache's blocks.
 
-    The paper does not cover batches, pins and failures. There we choose:
+    The paper does not cover batches, pins and failures. Our choices:
 
     - A batch is processed block by block, and each block changes the lists for the next. Blocks of one batch
       never evict each other, and the head of the batch is the youngest.
-    - In A1in a block moves to its final place when the storing request finishes. So the tail of a path leaves
-      first, even if the path was stored in parts. In Am a request's own store is no second access, but the
-      block moves to the front with its path.
+    - When the storing request finishes, its blocks in A1in move to their final places. So the tail of a path
+      leaves first, even if the path was stored in parts. Its blocks in Am move to the front with the rest of
+      the path. The end of the request does not count as a second access.
     - In a victim tier, a block that returns from the device moves from A1in to Am if it was used again.
     - The key of a returning block is removed from A1out before a victim is chosen.
     - If the list that should provide the victim is empty or fully protected, the other list provides the
@@ -106,9 +106,9 @@ class TwoQ(CompiledPolicy):
 
 @TwoQ.compiled
 def access(own: State, used: Used) -> None:
-    """Move a block of Am to the front.
+    """Move used blocks of Am to the front, and move blocks of A1in in two cases.
 
-    A block of A1in moves only when its storing request ends, or when it returns to a victim tier.
+    A block of A1in moves when its storing request ends, and when the block returns to a victim tier.
     """
     links, arriving, am = own.lists.links, own.arriving, own.lists.num_positions + AM
     for i in range(used.count - 1, -1, -1):

@@ -28,8 +28,9 @@ class State(Struct):
         lists: T1 and T2.
         ghosts: B1 and B2.
         target: target size of T1.
-        new_t1, new_t2: number of blocks of the current batch that will join T1, and T2. They join after the
-            batch's last victim was chosen. Until then, slots of blocks for T2 are marked (`push_marked`).
+        new_t1, new_t2: number of blocks of the current batch that will join T1, and number that will join T2.
+            They join after the batch's last victim was chosen. Until then, slots of blocks for T2 are marked
+            (`push_marked`).
     """
 
     lists: Lists
@@ -45,23 +46,24 @@ class ARC(CompiledPolicy):
     The paper's algorithm with all four cases and bounds, for batches with pins.
 
     T1 holds blocks used by one request, T2 blocks used by several. B1 holds the keys of blocks evicted from
-    T1, B2 those evicted from T2. A miss on a key in B1 raises the target size `p` of T1. A miss on a key in
-    B2 lowers `p`. After either miss the block enters T2. Invariants: ``|T1| + |B1| <= c`` and
-    ``|T1| + |T2| + |B1| + |B2| <= 2c``.
+    T1, and B2 holds the keys of blocks evicted from T2. A miss on a key in B1 raises the target size `p` of
+    T1. A miss on a key in B2 lowers `p`. After either miss the block enters T2.
 
-    The paper does not cover batches, pins and failures. There we choose:
+    Invariants: ``|T1| + |B1| <= c`` and ``|T1| + |T2| + |B1| + |B2| <= 2c``.
+
+    The paper does not cover batches, pins and failures. Our choices:
 
     - A batch is processed block by block, and each block changes the lists and the target for the next.
       Blocks of one batch never evict each other.
-    - A request's own store is no second access. When the request finishes, the block moves to the front of
-      its list, with the rest of its path.
+    - The end of the storing request does not count as a second access. When the request finishes, the block
+      moves to the front of its list, with the rest of its path.
     - A miss counts when the block is stored. A refused block changes nothing, not even the target.
     - If REPLACE selects a list whose blocks are all protected, the other list provides the victim.
       The ghost of a victim from T1 joins B1, the ghost of a victim from T2 joins B2.
     - While slots are free (at the start, after failures), no victim is needed. REPLACE is skipped. The other
       steps of the case run, so that the target is adapted and the bounds hold.
-    - With quotas, a store may evict only blocks of its own tenant. Then only a part of the victims leave
-      ghosts, in proportion to the tenant's part of the cache (`tenants.may_learn`).
+    - With quotas, a store may be allowed to evict only blocks of its own tenant. Then only a fraction of the
+      victims leave ghosts: the tenant's fraction of the cache (`tenants.may_learn`).
     - A block whose store failed, or that was damaged, leaves no ghost, because it was not evicted. While the
       slot of a damaged block is pinned, the lists are shorter than the cache. So the number of ghosts has its
       own limit of `c`: the coldest ghost of B2 is dropped first, then the coldest of B1.
@@ -123,7 +125,10 @@ def remove(own: State, used: Used) -> None:
 
 @inline
 def _prefetch(own: State, new: Entering, cache: Cache) -> None:
-    """Prefetch the likely victims. This is a guess, because the balance may change within the batch."""
+    """Prefetch the data of the likely victims.
+
+    The choice is a guess, because the balance may change within the batch.
+    """
     links, c = own.lists.links, own.lists.num_positions
     number = T1 if links[c + T1, LIST] > own.target else T2
     ghost_number = B1 if links[c + T1, LIST] + own.ghosts.lists.links[c + B1, LIST] == c else B2
@@ -132,7 +137,9 @@ def _prefetch(own: State, new: Entering, cache: Cache) -> None:
 
 @inline
 def _learn(own: State, ghost: int) -> bool:
-    """Process a miss, cases II to IV. With a ghost, adapt the target; without, enforce the bounds.
+    """Process a miss: cases II to IV of the paper.
+
+    If the key has a ghost, adapt the target; otherwise enforce the bounds.
 
     Returns False if the victim must come from T1 and leave no ghost.
     """
@@ -171,7 +178,10 @@ def _evict(own: State, cache: Cache, victim: int, keeps_ghost: bool) -> None:
 
 @inline
 def _replace_quietly(own: State, cache: Cache, path: Path) -> int:
-    """Evict a block for a new block of T1, without a ghost; return the victim, or ABSENT if there is none."""
+    """Evict a block for a new block of T1, without a ghost.
+
+    Returns the victim, or ABSENT if no block is evictable.
+    """
     links, sizes, c = own.lists.links, own.ghosts.lists.links, own.lists.num_positions
     size_t1 = links[c + T1, LIST] + own.new_t1
     from_t1 = size_t1 >= 1 and size_t1 > own.target

@@ -23,7 +23,7 @@ class FIFO(CompiledPolicy):
 
     One queue in the order of the stores. The simplest baseline.
 
-    The paper covers single pages. For batches we choose:
+    The original algorithm handles single pages. Our choices for batches:
 
     - The blocks of a batch join the queue in prefix order, so a prefix loses its head before its tail. This
       order reproduces the golden numbers exactly. The reverse order, as in LRU, gains up to 0.0023 of the
@@ -58,7 +58,7 @@ class FIFO(CompiledPolicy):
 
 @FIFO.compiled
 def access(own: State, used: Used) -> None:
-    """Do nothing."""
+    """Do nothing: a hit does not change the order."""
 
 
 @FIFO.compiled

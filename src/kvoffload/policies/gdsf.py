@@ -52,23 +52,23 @@ class GDSF(CompiledPolicy):
     over the `depth` preceding blocks: 4 FLOPs for each token, layer, unit of model width and token of
     context. So the ratio is ``2 * tokens in a block * layers * width / parameters``. For a model of 8 billion
     parameters (32 layers of width 4,096) the ratio is 0.0005 with blocks of 16 tokens, and 0.017 with blocks
-    of 512 tokens. Depth is the key's position on the path of the storing request, from 0. So pass the whole
-    path to `begin_request`.
+    of 512 tokens. Depth is the position of the key on the path of the storing request, counted from 0. The
+    engine must therefore pass the whole path to `begin_request`.
 
     GDSF does not optimise the prefix-hit ratio. It rates blocks separately, and a deep block costs more than
     the head. So a path whose blocks are equally frequent loses its head a little before its tail. The tail
-    is then unreachable. The ratio is small: depth changes a block's time in the cache by a few percent. Apart
-    from that, GDSF is LFU with aging. The frequency of an evicted block is forgotten.
+    is then unreachable. This effect is small: depth changes a block's time in the cache by only a few
+    percent. Otherwise GDSF behaves like LFU with aging. The frequency of an evicted block is forgotten.
 
-    The paper does not cover batches, pins and failures. There we choose:
+    The paper does not cover batches, pins and failures. Our choices:
 
     - L rises with each victim of a batch; the H of all new blocks is computed with the last L. Blocks of one
       batch never evict each other.
     - Among equal H, the least recently used block is evicted first. The head of a batch counts as used last.
-    - A request's own store is no second access. When the request finishes, the frequency of the block stays,
-      and its H is computed again with the current L.
+    - The end of the storing request does not count as a second access: the frequency of the block stays the
+      same, but its H is computed again with the current L.
     - Protected blocks are skipped and keep their H. L never decreases.
-    - While slots are free there are no victims, and L stays.
+    - While slots are free there are no victims, and L does not change.
     - A block whose store failed, or that was damaged, does not raise L.
 
     Cost per block: O(log n), and O(log n) for each protected block at the cold end. n is the number of chains
@@ -107,7 +107,7 @@ class GDSF(CompiledPolicy):
 
 @inline
 def _push(own: State, slot: int) -> None:
-    """Push a block with the H of its frequency, its depth and the current L."""
+    """Push a block with priority H, computed from its frequency, its depth and the current L."""
     cost = 1.0 + own.weights[slot, DEPTH] * own.block_attention_ratio
     push(own.heap, slot, own.inflation + own.weights[slot, FREQUENCY] * cost)
 
@@ -134,7 +134,7 @@ def remove(own: State, used: Used) -> None:
 
 @inline
 def _take_least(own: State, cache: Cache) -> int:
-    """Pop the block with the smallest H, and prefetch the data that `evictable` reads."""
+    """Pop the block with the smallest H. Prefetch the data that `evictable` will read about it."""
     slot = own.heap.firsts[0]
     prefetch(cache.slots.ref_cnt, slot)
     prefetch(cache.index.keys, slot)

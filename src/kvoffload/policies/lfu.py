@@ -41,8 +41,9 @@ class LFU(CompiledPolicy):
     - Counts stop at `max_count`: blocks with `max_count` or more uses share one list in LRU order. The limit
       matters only if every evictable block has been used `max_count` times. The number of a block's list is
       its count, so no counts are stored.
-    - A request's own store is the first use. The end of the request is no second use, but the block moves to
-      the front of its list. Among equal counts the least recent block leaves first, the head of a path last.
+    - The store of a block counts as its first use. The end of the storing request does not count as a second
+      use, but the block moves to the front of its list. Among blocks with equal counts, the least recent
+      block leaves first. So the head of a path leaves after the rest of the path.
     - Protected blocks are skipped; if a list has no evictable block, the next list is searched.
 
     Cost per block: O(1), and O(skipped) for protected blocks at the cold ends. A call skips at most

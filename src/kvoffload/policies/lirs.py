@@ -75,18 +75,19 @@ class LIRS(CompiledPolicy):
     last use of the coldest LIR block. The decisions are equal (the naive twin in the tests has a stack), and
     no call has to prune a long stack.
 
-    The paper does not cover batches, pins and failures. There we choose:
+    The paper does not cover batches, pins and failures. Our choices:
 
     - A batch is processed block by block, and each block changes S and Q for the next. Blocks of one batch
       never evict each other, and the head of the batch is the most recent.
     - Q is short, so during a long request all blocks of Q are protected. Then the coldest evictable LIR block
-      is evicted. It leaves no ghost, because it was at the bottom of S. The new block is still HIR, and Q
-      exceeds its 1 % for a while, so that a scan does not replace the LIR set. If the block entered as LIR, a
-      recorded chat would lose a third of all hits, in a cache of 1,000 to 2,000 blocks.
-    - While the LIR set is not full, a block that gets a free slot becomes LIR, as in the paper. A HIR block
-      that is used again then also becomes LIR, in S or not. Otherwise a lost LIR set would never grow again.
-    - A request's own store is no second access. When the request finishes, the block moves to the top of S
-      with the rest of its path. A HIR block also moves to the end of Q.
+      is evicted. It leaves no ghost, because it was at the bottom of S. The new block still becomes HIR, so Q
+      exceeds its 1 % for a while. Otherwise a scan would replace the LIR set: on a recorded chat, with a
+      cache of 1,000 to 2,000 blocks, a third of all hits would be lost.
+    - While the LIR set is not full, a block that gets a free slot becomes LIR, as in the paper. During this
+      time, a HIR block that is used again also becomes LIR, even if it is not in S. Otherwise an LIR set that
+      has shrunk would never grow again.
+    - The end of the storing request does not count as a second access. The block moves to the top of S with
+      the rest of its path. A HIR block also moves to the end of Q.
     - At most `c` ghosts are kept; the oldest ghosts are forgotten first. (In the paper S has no bound.)
     - A block whose store failed, or that was damaged, leaves no ghost.
 
@@ -147,7 +148,7 @@ def _num_lir(own: State) -> int:
 
 @inline
 def _limit_lir(own: State) -> None:
-    """Turn the coldest LIR block into the last HIR block of Q, if LIR has more than `max_lir` blocks."""
+    """If there are more than `max_lir` LIR blocks, turn the coldest of them into the last HIR block of Q."""
     if _num_lir(own) > own.max_lir:
         carry(own.lists, QUEUE, own.lists.links[own.lists.num_positions + LIR, PREV])
 
@@ -174,7 +175,7 @@ def remove(own: State, used: Used) -> None:
 
 @inline
 def _prefetch(own: State, new: Entering, cache: Cache) -> None:
-    """Prefetch the likely victims: Q first, then the coldest LIR blocks."""
+    """Prefetch the data of the likely victims: the blocks of Q first, then the coldest LIR blocks."""
     prefetch_exchange(new, cache, own.lists, QUEUE, own.gone, GONE)
     in_queue = own.lists.links[own.lists.num_positions + QUEUE, LIST]
     prefetch_keys(cache.index.keys, own.lists, LIR, new.count - new.num_given - in_queue)

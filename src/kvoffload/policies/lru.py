@@ -21,11 +21,11 @@ class State(Struct):
 class LRU(CompiledPolicy):
     """Evicts the least recently used block.
 
-    One list, most recent first. The default policy, and the baseline for all others.
+    One list, most recent first. This is the default policy, and the baseline for all others.
 
-    A store counts as a use: its blocks move to the front, the first block of the store as the most recent.
-    When a request finishes, its whole path moves to the front, the head of the path as the most recent block
-    (see `EvictionPolicy.access`).
+    A store counts as a use: its blocks move to the front, and the first of them becomes the most recent. When
+    a request finishes, its whole path moves to the front, and the head of the path becomes the most recent
+    block (see `EvictionPolicy.access`).
 
     Cost per block: O(1), and O(skipped) for protected blocks at the cold end.
     """

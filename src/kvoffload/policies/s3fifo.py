@@ -70,16 +70,17 @@ class S3FIFO(CompiledPolicy):
       blocks, at least one.
     - While slots are free, new blocks beyond the share of S enter M, as in the authors' simulator. The queues
       then have their sizes from the start. The paper's algorithm sends every new block to S, and takes all
-      victims from S until M has grown. On a chat trace as a flat stream, the paper's algorithm has a hit
-      ratio of 0.285 with 20,000 blocks (here 0.242), and of 0.139 with 5,000 blocks (here 0.151).
+      victims from S until M has grown. On a chat trace that is replayed as a flat stream of blocks, the
+      paper's algorithm has a hit ratio of 0.285 with 20,000 blocks (this class: 0.242), and of 0.139 with
+      5,000 blocks (this class: 0.151).
     - Only one block is evicted at a time. If a moved block makes M larger than its share, the paper also
-      evicts a block from M. Here the victim comes from S. S is then below its share, so the next victim comes
-      from M.
+      evicts a block from M. This class takes the victim from S. S is then below its share, so the next victim
+      comes from M.
     - A batch is processed block by block for counts and ghosts. The blocks join their queues together, after
       the last victim was chosen. The head of the prefix joins last, so that it outlives the tail.
-    - In a victim tier a returning block that was used again joins M. If the return only counted as a use, the
-      block would leave S before its second use, and agents would lose 15 points of hit ratio.
-    - A request's own store is no use of the block, and a finished path does not change the order.
+    - In a victim tier, a returning block that was used again joins M. If its return only counted as a use,
+      the block would leave S before its second use; on traces of agents this costs 15 points of hit ratio.
+    - The store of a block does not count as a use, and the end of a request does not change the order.
     - Protected blocks are skipped, and keep their place and count. If one queue is fully protected, the other
       provides the victim. Victims from M leave no ghost.
     - A block whose store failed, or that was damaged, leaves no ghost, because it was not evicted.
@@ -151,7 +152,10 @@ def _provider(own: State) -> int:
 
 @inline
 def _is_spared(own: State, slot: int, queue: int) -> bool:
-    """Return True if a block's uses spare it from eviction. Then also reduce its use count."""
+    """Return True, and reduce the block's use count, if its uses spare it from eviction.
+
+    In S the count becomes 0; in M it is reduced by 1. If the block is not spared, the count stays the same.
+    """
     counts = own.counts
     if own.num_spared >= own.patience or counts[slot] <= (1 if queue == SMALL else 0):
         return False

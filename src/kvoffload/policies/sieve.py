@@ -26,7 +26,7 @@ class State(Struct):
 
     Attributes:
         queue: all blocks, newest first.
-        visited: True for each block used since its store or the hand's last pass.
+        visited: True for each block that was used since its store, or since the hand last passed it.
         hand: slot at which the next search begins, or ABSENT for the oldest block.
         num_visited: number of visited blocks.
         patience: as in `SIEVE`.
@@ -57,9 +57,9 @@ class SIEVE(CompiledPolicy):
       sends the hand to the oldest block, as in the paper. The blocks join in prefix order, so the head of an
       unused prefix leaves first. This order reproduces the golden numbers exactly, and costs up to 0.003 of
       the prefix-hit ratio on a chat trace.
-    - A request's own store is no visit, and a finished path does not change the order.
+    - The store of a block does not count as a visit, and the end of a request does not change the order.
     - The hand passes a protected block without changing its mark.
-    - When the block under the hand is removed, the hand moves to the next block, as for a victim.
+    - If the block under the hand is removed, the hand moves to the next block, as it does after an eviction.
     - A call spares at most `patience` visited blocks, then evicts the next evictable block, visited or not.
       Without this limit a call could scan the whole cache; this takes 0.2 s for a million blocks. The limit
       changes no decision on the recorded traces.
@@ -109,9 +109,9 @@ def access(own: State, used: Used) -> None:
 
 @inline
 def _next_victim(own: State, cache: Cache, path: Path, hand: int) -> int:
-    """Find the next victim from `hand` on, and spare up to `patience_left` visited blocks.
+    """Search for the next victim, starting at `hand`. The search spares up to `patience_left` visited blocks.
 
-    Returns the sentinel if no block is evictable.
+    Returns the list's sentinel if no block is evictable.
     """
     links, sentinel, visited = own.queue.links, own.queue.num_positions, own.visited
     rounds = 0

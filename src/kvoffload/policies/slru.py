@@ -46,13 +46,15 @@ class SLRU(CompiledPolicy):
     Where the paper leaves a choice:
 
     - The share of proven blocks is `proven_share`, rounded down. The default is small, because the turns of a
-      chat return by recency. On a chat trace with 5,000 blocks, the shares 0.2, 0.5 and 0.8 have prefix-hit
-      ratios of 0.130, 0.114 and 0.110; LRU has 0.124. For a fixed set of documents 0.5 is better.
+      chat return by recency. On a chat trace with a cache of 5,000 blocks, the prefix-hit ratio is 0.130 with
+      the share 0.2, 0.114 with 0.5, and 0.110 with 0.8; LRU has 0.124. For a fixed set of documents, 0.5 is
+      better than 0.2.
     - Probation has no fixed size: it holds all other blocks.
-    - A request's own store is no hit. When the request finishes, the block moves to the front of its list
-      with the rest of its path, and the head becomes the most recent. So prefixes lose their tails first.
+    - The end of the storing request does not count as a hit. The block moves to the front of its list with
+      the rest of its path, and the head of the path becomes the most recent. So prefixes lose their tails
+      first.
     - If every block on probation is protected, the least recent evictable proven block is the victim.
-    - Pinned proven blocks also return to probation.
+    - A proven block that is pinned may return to probation like any other.
 
     Cost per block: O(1), and O(skipped) for protected blocks at the cold ends. Memory: 12 bytes a block.
     """

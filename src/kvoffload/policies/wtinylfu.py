@@ -68,15 +68,15 @@ class WTinyLFU(CompiledPolicy):
     protected when it is used again. If there are too many protected blocks, the coldest returns to probation.
     A sketch with aging estimates the frequencies of uses and stores (`structures.sketch`).
 
-    The paper does not cover batches, pins and failures. There we choose:
+    The paper does not cover batches, pins and failures. Our choices:
 
     - A batch is processed block by block, and each block changes the lists and the sketch for the next.
       Blocks of one batch never evict each other, and the head of the batch is the most recent.
     - A request may be longer than the window, so that no block of the window is evictable. Then a block of
       the main cache is evicted without a duel, and the window grows beyond its share. Later blocks of the
       window duel as usual.
-    - While the main cache is below its share, the first winner for each new block enters the main cache
-      without an eviction. The window's next block then duels.
+    - While the main cache is below its share, the first winner of a search enters the main cache without an
+      eviction, and the search goes on with the window's next block. There is one search for each new block.
     - While the window is smaller than its share, as after discards, a block of the main cache is evicted
       without a duel.
     - If the window or the main cache is fully protected, the other provides the victim. The main cache
@@ -86,8 +86,8 @@ class WTinyLFU(CompiledPolicy):
       that the batch used. No block moves once the main cache has its share.
     - In a victim tier a returning block that was used again enters the main cache without a duel, on
       probation. The sketch counts only the block's store.
-    - A request's own store is no second use. When the request finishes, the block moves to the front of its
-      list with the rest of its path, and the sketch counts nothing.
+    - The end of the storing request does not count as a second use: the block moves to the front of its list
+      with the rest of its path, but the sketch does not count it.
     - A miss counts in the sketch when the block is stored; a refused block changes nothing.
 
     Cost per block: O(1), and O(skipped) for protected blocks at the cold ends. Memory: 12 bytes per block for
@@ -191,7 +191,11 @@ def _main_has_room(own: State) -> bool:
 
 @inline
 def _defender(own: State, cache: Cache, path: Path) -> int:
-    """Return the coldest evictable block of the main cache, on probation if possible, or ABSENT."""
+    """Return the block of the main cache that duels with a block of the window.
+
+    It is the coldest evictable block on probation. If there is none, it is the coldest evictable protected
+    block, or ABSENT.
+    """
     slot = next_victim(cache, path, own.lists, PROBATION)
     return slot if slot != ABSENT else next_victim(cache, path, own.lists, PROTECTED)
 
@@ -225,7 +229,10 @@ def _victim(own: State, cache: Cache, path: Path) -> int:
 
 @inline
 def _fill_main(own: State, num_free: int) -> None:
-    """Move the coldest blocks beyond the window's share to the main cache, at most `num_free` blocks."""
+    """Move up to `num_free` of the window's coldest blocks to the main cache.
+
+    Stops when the window no longer exceeds its share, or when the main cache has its share.
+    """
     links, c = own.lists.links, own.lists.num_positions
     for _ in range(num_free):
         if not (_window_is_too_large(own) and _main_has_room(own)):

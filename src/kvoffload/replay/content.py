@@ -1,4 +1,6 @@
-"""Block contents computed from keys. A replay writes them, and compares them with the bytes that it reads.
+"""Block contents computed from keys.
+
+A replay writes these contents, and later compares them with the bytes that it reads.
 
 Word `j` of a block (64 bits, little-endian) is ``mix(digest + j * ODD)``, where `digest` is the key's digest
 (`Keys.digests`) and `mix` is splitmix64's finisher. Both steps are bijections of 64-bit numbers. Hence:
@@ -7,7 +9,7 @@ Word `j` of a block (64 bits, little-endian) is ``mix(digest + j * ODD)``, where
 - no two words of a block are equal, so a shift within the block changes every word;
 - blocks of two keys differ in every word, unless the keys have equal digests (probability 2^-64).
 
-Knows keys and arrays; no tiers, devices or traces.
+Knows keys and arrays, but no tiers, devices or traces.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ def fill(keys: Keys, out: Blocks, rows: Rows) -> None:
             `block_bytes` are multiples of 8.
         rows: for each key, the row of its block in `out`; shape ``(len(keys),)``.
 
-    Cost: memory speed. Thread: any; releases the GIL. Raises: `IndexError` that names the first row out
-    of range, `ValueError` for an unsuitable array. After an error nothing has been written.
+    Cost: memory speed. Thread: any. Releases the GIL. Raises: `IndexError` that names the first row out of
+    range, `ValueError` for an unsuitable array. After an error nothing has been written.
     """
     if not out.flags.writeable:
         raise ValueError("out is read-only")
@@ -55,7 +57,7 @@ def fill(keys: Keys, out: Blocks, rows: Rows) -> None:
 def matches(keys: Keys, data: Blocks, rows: Rows) -> Mask:
     """Compare ``data[rows[i]]`` with the content of ``keys[i]``. Returns a bool for each key: True if equal.
 
-    Arguments, cost, thread and errors as for `fill`; makes no copy.
+    Arguments, cost, thread and errors are the same as for `fill`. Makes no copy.
     """
     words, digests, checked = _prepared(keys, data, rows)
     equal = np.empty(len(checked), np.bool_)

@@ -28,7 +28,7 @@ class DataPlane:
         ram: the RAM tier.
         cpu_s: CPU time spent in transfers and checks.
         blocks_verified: blocks whose checksum was compared after a read.
-        mismatches_served: blocks that the tier returned as sound although their bytes are wrong.
+        mismatches_served: blocks with wrong bytes that the tier returned as intact.
     """
 
     def __init__(self, num_slots: int, block_bytes: int, injection: Injection | None = None) -> None:
@@ -49,7 +49,7 @@ class DataPlane:
     def load(self, plan: LoadPlan) -> npt.NDArray[np.bool_]:
         """Copy a plan's blocks to the device and compare their bytes with the expected contents.
 
-        Returns a mask: True for each block whose checksum in the tier was correct.
+        Returns a mask that is True for each block whose checksum in the tier was correct.
         """
         start = time.thread_time()
         sound = np.empty(len(plan.slots), np.bool_)

@@ -12,10 +12,10 @@ The lines of a request are in the order of its decisions::
     17 evict 14 15       evicted from RAM, to make room for the store
     17 store 899 900     stored, in prefix order
     17 drop 901          not stored, because there was no room
-    17 full 3            number of missing blocks, if none of them had room
+    17 full 3            number of missing blocks; this line means that none of them had room
 
-The trace defines the ids. If no block belongs to a kind of decision, its line is left out. Equal traces and
-configurations give equal logs on every machine and with every version of Python.
+The ids are the block ids of the trace. If no block belongs to a kind of decision, the line of this kind is
+left out. Equal traces and configurations give equal logs on every machine and with every version of Python.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class _Lines(Struct):
 
 
 class DecisionLog:
-    """Writes and hashes the log. With a `file`, each line is written at once. Cost: about 10 ns per block.
+    """Hashes the log and, if there is a `file`, writes each line to it immediately.
+
+    Cost: about 10 ns per block.
 
     Kernels format the numbers, because `str` would take a third of the time of a replay.
     """
@@ -108,7 +110,7 @@ def _put(out: npt.NDArray[np.uint8], at: int, number: int) -> int:
 
 @inline
 def _begin(out: npt.NDArray[np.uint8], at: int, request: int, kind: bytes) -> int:
-    """Write ``"{request} {kind}"`` to `out`, from position `at`. Returns the position after it."""
+    """Write ``"{request} {kind}"`` to `out`, from position `at`. Returns the position after this text."""
     at = _put(out, at, request)
     out[at] = 32
     at += 1

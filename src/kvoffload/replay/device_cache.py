@@ -24,9 +24,9 @@ class DeviceRun:
     """Hits of the device caches of one or more engines, and blocks that the devices dropped.
 
     Attributes:
-        served: for each request, the number of its leading blocks that its engine's device served.
+        served: for each request, the number of leading blocks that the device of its engine served.
         dropped: for each drop of a block, in order, the index in `Trace.refs` of the block's last use before
-            the drop. A block that never entered for lack of room counts as dropped.
+            the drop. A block that never entered because there was no room also counts as dropped.
         offsets: start in `dropped` of the drops that each request caused, shape ``(requests + 1,)``. Request
             `i` caused the drops ``dropped[offsets[i]:offsets[i + 1]]``.
     """
@@ -41,12 +41,12 @@ class DeviceRun:
 
 
 def run_device(trace: Trace, device_blocks: int) -> DeviceRun:
-    """Run an LRU device cache of `device_blocks` blocks, 0 or more.
+    """Run an LRU device cache of `device_blocks` blocks. The number may be 0.
 
     A request hits its leading run of resident blocks. Then its missing blocks enter, the head first, until
     the device is full of blocks of this request. Finally all blocks of the request become the most recent
-    blocks, the head the most recent of all. So a block is never more recent than its parent, and the device
-    always holds the head of a chain.
+    blocks, with the head as the most recent of all. So a block is never more recent than its parent, and of
+    each chain of blocks the device always holds the head.
 
     Cost: O(1) per reference. Memory: 12 bytes per unique block, 8 per reference and per drop.
     """
@@ -59,7 +59,7 @@ def run_devices(trace: Trace, device_blocks: int, engine_of: npt.NDArray[np.int3
     Args:
         engine_of: number of each request's engine, from 0; None: one engine serves all requests.
 
-    Cost: as for `run_device`, and O(unique blocks) for each engine.
+    Cost: the cost of `run_device`, and O(unique blocks) for each engine.
     """
     if engine_of is None:
         return run_device(trace, device_blocks)
@@ -95,7 +95,8 @@ class Device:
     """Device cache of a replay, advanced one request at a time.
 
     Args:
-        run: result of `run_device`. If it covers several engines' devices, only `served` may be called.
+        run: result of `run_device` or `run_devices`. If it covers the devices of several engines, `served` is
+            the only method that may be called.
     """
 
     def __init__(self, trace: Trace, run: DeviceRun) -> None:
@@ -110,13 +111,14 @@ class Device:
         return self._holds.take(codes)
 
     def served(self, request: int) -> int:
-        """Return the number of leading blocks that are on the request's device when the request arrives."""
+        """Return the number of the request's leading blocks that are on its device when it arrives."""
         return self._served[request]
 
     def serve(self, request: int) -> npt.NDArray[np.int32]:
-        """Advance by the next request. Returns the codes of the evicted blocks, warmest first.
+        """Serve the next request. Returns the codes of the blocks that the device evicts for it, warmest
+        first.
 
-        Blocks that never entered for lack of room are not returned.
+        Blocks that never entered because there was no room are not returned.
         """
         begin, end = self._begins[request : request + 2]
         places = self._dropped[self._offsets[request] : self._offsets[request + 1]]
@@ -139,8 +141,8 @@ def _run(
 ) -> int:
     """Run the device cache of one engine; return the number of drops.
 
-    Writes `served` and `dropped` as in `DeviceRun`, and to ``ends[i + 1]`` the end in `dropped` of the drops
-    that request `i` caused.
+    Writes to three arrays: `served` and `dropped` as in `DeviceRun`; and to ``ends[i + 1]`` the position in
+    `dropped` at which the drops that request `i` caused end.
 
     Args:
         refs, offsets: the engine's requests, as in `Trace`.

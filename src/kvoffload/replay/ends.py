@@ -36,7 +36,7 @@ class EndsAtOnce:
     are_late: ClassVar[bool] = False
 
     def due(self, request: int) -> Iterable[End]:
-        """Return the requests that end before request `request` arrives, in the order of their ends."""
+        """Return the requests that end before request `request` arrives, in the order in which they end."""
         return ()
 
     def served(self, request: int, ctx: RequestContext) -> Iterable[End]:
@@ -44,7 +44,7 @@ class EndsAtOnce:
         return ((request, ctx),)
 
     def rest(self) -> Iterable[End]:
-        """Return the requests that have not ended yet, in the order of their ends."""
+        """Return the requests that have not ended yet, in the order in which they will end."""
         return ()
 
 

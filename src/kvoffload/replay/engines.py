@@ -1,7 +1,7 @@
 """Engines that use one RAM in a replay: their assumed queues, and the engine that stored each block.
 
 A trace records arrivals but no waiting times, so a fixed number of the next requests is assumed to wait. The
-manager expects their blocks (`OffloadingManager.expect`). Knows requests and blocks; no devices, slots or
+manager expects their blocks (`OffloadingManager.expect`). Knows requests and blocks, but no devices, slots or
 bytes.
 """
 
@@ -92,7 +92,7 @@ class Engines:
     """The engines of one RAM, each with its own queue of `num_waiting` requests.
 
     Args:
-        managers: the manager of each engine. All managers use one manager of RAM.
+        managers: the manager of each engine. All of them use the same manager of RAM.
         engine_of: number of each request's engine; None: one engine serves all requests.
         admission: admission rule. Each engine has its own instance, which counts only the engine's requests,
             as in `NodeManager`.

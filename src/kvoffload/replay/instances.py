@@ -1,8 +1,8 @@
-"""Replay through several RAMs. All share the last tier behind RAM if it is simulated for all engines.
+"""Replay through several RAMs. They share the last tier behind RAM if this tier is simulated for all engines.
 
-Each RAM serves the requests of one engine. With shared RAM, it serves the requests of all engines of one
-machine. Requests are served in the order of the whole trace. This module also records the writer of each
-shared block, and combines the reports.
+Each RAM serves the requests of one engine or, with `shared_ram`, the requests of all engines of one machine.
+Requests are served in the order of the whole trace. This module also records which engine wrote each block of
+a shared tier, and combines the reports.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SharedTier(SimulatedTier):
     """Simulated tier that several managers share. The managers call the tier one at a time.
 
     Attributes:
-        user: number of the manager that calls the tier now.
+        user: number of the manager that is calling the tier.
         read_of_others: for each manager, the number of blocks that it read and that another manager had
             written.
     """
@@ -77,8 +77,8 @@ class SharedReplay:
     Each instance has its own queue, and processes ends of requests before its next request.
 
     Args:
-        data: a data plane for each manager; empty to replay without bytes. Must be empty if there are tiers
-            behind RAM.
+        data: a data plane for each manager, or an empty list to replay without bytes. The list must be empty
+            if there are tiers behind RAM.
         observe: called for each manager to create its observer. Arguments: the trace of the manager's
             requests, and the numbers of these requests in the whole trace. None: no observers.
 
@@ -196,7 +196,7 @@ class SharedReplay:
     def _combined_tier(self, level: int, reports: Sequence[TierReport]) -> TierReport:
         """Sum the counters of a tier over all instances. `level`: position of the tier, RAM is 0.
 
-        For a shared tier only the hits are summed. Its other counters are already totals.
+        For a shared tier, only the hits are summed, because its other counters already cover all instances.
         """
         is_shared = level and level == len(self._config.tiers) and self._shared is not None
         names = ("hit_blocks",) if is_shared else _SUMMED_OF_TIERS

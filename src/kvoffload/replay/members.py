@@ -30,7 +30,10 @@ def may_be_shared(tier: TierOptions) -> bool:
 
 
 def replica_name(engine: int, num_engines: int) -> str:
-    """Return the name of an engine's own directory on a disk; empty if the replay has a single engine."""
+    """Return the name of an engine's own directory on a disk.
+
+    Returns "" if the replay has a single engine.
+    """
     return f"replica-{engine}" if num_engines > 1 else ""
 
 

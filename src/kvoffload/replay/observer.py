@@ -37,7 +37,7 @@ class Decision(IntEnum):
 
 
 NOWHERE, ON_DEVICE, IN_RAM, IN_TIER = 0, 1, 2, 3
-"""Places of a block; tier number `i`, counted from 0, is ``IN_TIER + i``."""
+"""Places of a block. The place ``IN_TIER + i`` is tier number `i` behind RAM, counted from 0."""
 
 
 class Places:
@@ -52,7 +52,7 @@ class Places:
         self._tiered = manager if isinstance(manager, TieredManager) else None
 
     def switch_to(self, manager: TieredManager) -> None:
-        """Look into the tiers of another engine that uses the same RAM."""
+        """From now on, look into the tiers of another engine that uses the same RAM."""
         self._manager = self._tiered = manager
 
     @property
@@ -66,7 +66,9 @@ class Places:
         return 0 if self._tiered is None else sum(stats.mismatches for stats in self._tiered.tier_stats())
 
     def of(self, codes: Codes) -> npt.NDArray[np.int8]:
-        """Return the fastest place of each block. The call does not count as a use of the blocks.
+        """Return, for each block, the fastest place that holds it.
+
+        The call does not count as a use of the blocks.
 
         Cost: an index probe for each block in RAM and in each tier.
         """
@@ -80,7 +82,10 @@ class Places:
         return places
 
     def slowest_tiers(self, codes: Codes) -> npt.NDArray[np.int8]:
-        """Return, for each block, the number of the slowest tier that holds it: from 1, or 0 for none."""
+        """Return, for each block, the number of the slowest tier behind RAM that holds it.
+
+        Tiers are counted from 1. 0 means that no tier behind RAM holds the block.
+        """
         numbers = np.zeros(len(codes), np.int8)
         if self._tiered is not None:
             keys = self._keys.of_blocks(codes)
@@ -102,7 +107,10 @@ class Observer(Protocol):
         """Called for each decision about these blocks while the request is served."""
 
     def ended(self, codes: Codes, places: Places) -> None:
-        """Called when the tiers' jobs have ended, with the blocks that the tiers may have been offered."""
+        """Called when the tiers' jobs have ended.
+
+        `codes`: the blocks that may have been offered to the tiers.
+        """
 
 
 class Watch:
@@ -125,7 +133,7 @@ class Watch:
         self._offered: list[Codes] = []
 
     def decided(self, request: int, decision: Decision, codes: Codes) -> None:
-        """Report a decision, unless `codes` is empty."""
+        """Report a decision about the blocks `codes`, unless `codes` is empty."""
         if len(codes):
             self.observer.decided(request, decision, codes)
 
@@ -141,10 +149,10 @@ class Watch:
         self.decided(request, Decision.STORED, missing[:stored])
 
     def not_stored(self, request: int, codes: Codes, num_dropped: int) -> None:
-        """Report an offer without a stored block.
+        """Report an offer of which no block was stored.
 
-        The first `num_dropped` absent blocks were admitted but had no room; the other absent blocks were
-        refused.
+        Of the absent blocks, the first `num_dropped` were admitted, but there was no room for them. The other
+        absent blocks were refused.
         """
         missing = codes[~self._manager.contains(self._keys.of_blocks(codes))]
         self.decided(request, Decision.NO_ROOM, missing[:num_dropped])

@@ -1,6 +1,6 @@
-"""Offline optimum: an upper bound of the hit ratio. No policy exceeds it on the trace.
+"""Offline optimum: an upper bound of the hit ratio. No policy exceeds this bound on the trace.
 
-Knows the whole trace; no managers, slots or policies.
+Knows the whole trace, but no managers, slots or policies.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class OptimumResult:
     """Hits and writes of the optimum on one trace.
 
     Attributes:
-        prefix_hit_blocks: block references that device and tier serve together. No policy serves more.
-        blocks_written: blocks written to the tier. Every written block is used later. Fewer writes may
-            suffice for the same hits.
+        prefix_hit_blocks: block references that the device or the tier serves. No policy serves more.
+        blocks_written: blocks written to the tier. Every written block is used later. The same hits may be
+            possible with fewer writes.
         device_hit_blocks: hits that the device served.
     """
 
@@ -53,31 +53,31 @@ def optimum(
     - Hits and drops of the LRU device depend on the trace alone (`device_cache`). A use that the device does
       not serve is a hit only if the tier has held the block since the block's last offer. This interval of
       time is worth one hit; before the interval the block is not needed.
-    - Hits are therefore intervals, and at most `capacity_blocks` intervals may overlap. Belady's greedy rule,
-      keep the intervals that end first, maximises the number of kept intervals. If two intervals end in one
+    - Hits are therefore intervals, and at most `capacity_blocks` intervals may overlap. Belady's greedy rule
+      (keep the intervals that end first) maximises the number of kept intervals. If two intervals end in one
       request, the interval of the deeper block counts as the later end.
     - Ids are chained: a request with a block has the block's parent, and a device drops a block before its
       parent. So the interval of the deeper block contains the interval of its parent, and MIN evicts the
-      deeper block first. The tier always holds a leading run of the blocks that a request needs: every such
-      use is a prefix hit.
+      deeper block first. Of the blocks that a request needs from the tier, the tier always holds a leading
+      run. So every use of a held block is a prefix hit.
 
-    With `on-compute`, a block whose next use the device serves need not be kept until then, because this
-    request offers the block again. Other simulators apply Belady's rule to the next use *of the tier*, keep
-    the block, and call the result OPT. Their OPT is no upper bound: on recorded traces its hit ratio is up to
-    0.01 below the bound of this function.
+    With `on-compute`, a block need not be kept until its next use if the device serves this use, because the
+    request then offers the block again. Other simulators apply Belady's rule to the next use *of the tier*,
+    keep the block, and call the result OPT. Their OPT is no upper bound: on recorded traces its hit ratio is
+    up to 0.01 below the bound of this function.
 
     Args:
-        capacity_blocks: capacity of the tier; `ConfigError` if negative.
-        device_blocks: capacity of an LRU device cache in front of the tier; 0: no device. `ConfigError` if
-            negative.
+        capacity_blocks: capacity of the tier.
+        device_blocks: capacity of an LRU device cache in front of the tier; 0: no device.
         store: one of `STORES`. ``on-compute``: each request offers all its blocks, also the blocks on the
             device. ``on-device-eviction``: a block is offered when the device drops it or has no room for it,
             and blocks loaded from the tier are on the device again. Without a device both modes are equal.
         engine_of: engine of each request, if several engines share one tier. Each engine has `device_blocks`
             blocks. With ``on-compute`` only.
 
-    Cost: O(1) per reference; 0.15 s and 50 MB per million references. Source: Belady, IBM Systems
-    Journal 5(2), 1966. Differs: decides once per request, and may refuse a block.
+    Cost: O(1) per reference; 0.15 s and 50 MB per million references. Raises: `ConfigError` for a negative
+    capacity. Source: Belady, IBM Systems Journal 5(2), 1966. Differs: decides once per request, and may
+    refuse a block.
     """
     for field, value in (("capacity_blocks", capacity_blocks), ("device_blocks", device_blocks)):
         if value < 0:
@@ -112,7 +112,7 @@ def optimum(
 
 
 def infinite(trace: Trace) -> OptimumResult:
-    """Compute the optimum of an unlimited cache: each block misses once."""
+    """Compute the optimum of an unlimited cache, in which only the first use of each block is a miss."""
     uses = np.bincount(trace.refs, minlength=trace.unique_blocks)
     return OptimumResult(trace.block_refs - trace.unique_blocks, int(np.count_nonzero(uses > 1)))
 
@@ -199,7 +199,8 @@ def _min_with_bypass(
         offsets: as in `Trace`.
         served: for each request, the number of leading blocks that its device serves.
         offered: index in `Trace.refs` of each offered block, one request after the other.
-        ends: start in `offered` of each request's offers, then the end of the last.
+        ends: for each request, the position in `offered` at which its offers start; then the end of the last
+            request's offers.
         next_place: for each reference, the place of its block after this use.
         bits, starts: the tree of resident blocks, and its layout (`_tree_starts`).
         was_here: scratch memory with room for the blocks of the longest request.

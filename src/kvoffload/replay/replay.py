@@ -2,10 +2,12 @@
 
 Requests are replayed one at a time, in file order. Hits are counted as in the golden numbers:
 
-1. A request hits the leading run of its blocks on the device, then the run that follows in the tier.
+1. A request hits the leading run of its blocks that is on the device, then the run of following blocks that
+   is in the tier.
 2. The missing blocks are stored, in prefix order.
 3. The request ends when it is served or, with a decode speed, when its answer is generated (`replay.ends`).
-   All its blocks then become the most recently used blocks, the first block of the prefix last.
+   All its blocks then become the most recently used blocks, with the first block of the prefix as the most
+   recent of all.
 
 The manager receives the trace's hints (`Hints`) when a request begins and when it ends.
 """
@@ -68,25 +70,27 @@ class ReplayConfig:
         store: moment at which blocks are offered to RAM: ``on-compute`` or ``on-device-eviction``.
         tiers: tiers behind RAM, fastest first; capacities are numbers of blocks (`TierOptions.in_blocks`).
         decode_tokens_per_s: assumed generation speed of each request; determines the end of the request. 0: a
-            request ends as soon as it is served. In both cases its device blocks are free at once.
-        queue_requests: assumed number of requests in the engine's queue; the manager expects them.
-        instances: number of engines. Each engine has its own device, RAM and tiers, but all share the last
-            tier if it is simulated (`may_be_shared`). `SharedReplay` replays several engines.
+            request ends as soon as it is served. In both cases, the device may drop the request's blocks as
+            soon as it is served.
+        queue_requests: assumed number of requests in the engine's queue. The manager expects their blocks.
+        instances: number of engines. Each engine has its own device, RAM and tiers, but all engines share the
+            last tier if this tier is simulated (`may_be_shared`). `SharedReplay` replays several engines.
         routing: rule that assigns requests to instances (`replay.routing`).
         shared_ram: True if the instances share one RAM pool of ``instances * capacity_blocks`` slots.
-            Devices, admission rules and tiers are separate, as without `shared_ram`. With ``on-compute``
+            Each instance still has its own device, admission rule and tiers. Allowed with ``on-compute``
             only, because a victim tier belongs to one device.
         tenants: quotas of RAM in blocks, by name of the tenant (`Hints.tenant`). They hold for the RAM of
-            each instance. Not for a victim tier, and not with `shared_ram`.
-        tier_tenants: quotas of tiers behind RAM, by name of the tier, for tenants with a quota of RAM. With
-            one instance only.
+            each instance. Allowed neither for a victim tier nor with `shared_ram`.
+        tier_tenants: quotas of tiers behind RAM, by name of the tier, for tenants with a quota of RAM.
+            Allowed with one instance only.
         machines: with `shared_ram`, the number of machines. Each machine has its own pool. Instances are
             divided equally among machines, in the order of their numbers.
-        what_if: settings of RAM to try on a sample of the blocks. With one instance and ``on-compute`` only.
+        what_if: settings of RAM to try on a sample of the blocks. Allowed with one instance and
+            ``on-compute`` only.
         what_if_sample: the sample has one block in this many.
 
-    Raises: `ConfigError` for invalid assumptions, the fields from `decode_tokens_per_s` on. The caches are
-    checked when they are created.
+    Raises: `ConfigError` for an invalid value of `decode_tokens_per_s` or of a later field. The earlier
+    fields describe caches, which are checked when they are created.
     """
 
     capacity_blocks: int
@@ -173,9 +177,9 @@ class ReplayConfig:
 
     @property
     def offload_blocks(self) -> int:
-        """Capacity in blocks of one RAM plus the tiers of every engine that uses it.
+        """Capacity, in blocks: one RAM and all tiers behind it.
 
-        A shared last tier counts once.
+        The tiers of every engine that uses the RAM are included. A shared last tier counts once.
         """
         shared = self.tiers[-1].num_blocks if self.shares_last_tier else 0
         return self.pool_blocks + self.engines_of_pool * (self.tier_blocks - shared) + shared
@@ -206,8 +210,8 @@ class ReplayConfig:
 def quotas_for(num_slots: int, capacity_blocks: int, quotas: Mapping[str, Quota]) -> Mapping[str, Quota]:
     """Return the quotas for a cache with `num_slots` slots.
 
-    If `num_slots` is below `capacity_blocks`, the cache holds all blocks of the trace, so the quotas get no
-    minimum.
+    If `num_slots` is less than `capacity_blocks`, the cache can hold all blocks of the trace. The minimums of
+    the quotas are then left out, because they are not needed.
     """
     if num_slots >= capacity_blocks:
         return quotas
@@ -215,7 +219,7 @@ def quotas_for(num_slots: int, capacity_blocks: int, quotas: Mapping[str, Quota]
 
 
 def shadows_of(trace: Trace, config: ReplayConfig) -> Shadows | None:
-    """Create the shadows of a replay; None without settings to try."""
+    """Create the shadows of a replay. Returns None if the configuration has no settings to try."""
     if not config.what_if:
         return None
     return Shadows(
@@ -246,7 +250,8 @@ class Replay:
         data: the data plane; None replays decisions without bytes.
         decisions: file for the decision log; None: the log is only hashed.
         shared: a tier that several instances share. It replaces the last tier of `config`.
-        engine_of: with `ReplayConfig.shared_ram`, the engine of each request; None: by the routing.
+        engine_of: with `ReplayConfig.shared_ram`, the engine of each request. None: `ReplayConfig.routing`
+            assigns the engines.
         observer: receives every decision; None: no observer.
 
     Attributes:
@@ -340,7 +345,7 @@ class Replay:
     def hits_of_instances(self) -> list[npt.NDArray[np.int32]]:
         """Number of prefix hits of each request, as one array per engine that has block references.
 
-        Empty for one engine.
+        The list is empty if the replay has one engine.
         """
         if self._engine_of is None:
             return []
@@ -354,7 +359,7 @@ class Replay:
         return self._report()
 
     def serve(self, request: int) -> None:
-        """Replay one request; requests must be served in order. `run` serves all of them."""
+        """Replay one request. Requests must be served in order. `run` calls this method for all requests."""
         self._request = request
         self._end(self._ends.due(request))
         codes = self._trace.refs[self._offsets[request] : self._offsets[request + 1]]
@@ -394,7 +399,7 @@ class Replay:
         self._end(self._ends.served(request, ctx))
 
     def _switch_to(self, request: int) -> None:
-        """Make the following calls of the manager for the engine that serves this request."""
+        """Switch to the engine that serves this request, for the following calls of the manager."""
         engine = self._engines.number_of(request)
         self.manager = self._engines.switch_to(engine)
         if self._members:
@@ -428,7 +433,10 @@ class Replay:
             self.shadows.work()
 
     def _load(self, request: int, codes: npt.NDArray[np.int32], keys: Keys, ctx: RequestContext) -> int:
-        """Load the leading resident blocks; returns the number of blocks before the first damaged block."""
+        """Load the leading blocks of a request that are in RAM.
+
+        Returns the number of blocks before the first damaged block.
+        """
         if self._tiered is not None:
             hits = self._promote(self._tiered, request, keys, ctx)
             self._note_own(self._tiered, request, codes[:hits], keys[:hits], ctx)
@@ -453,9 +461,9 @@ class Replay:
         return int(damaged[0])
 
     def _promote(self, manager: TieredManager, request: int, keys: Keys, ctx: RequestContext) -> int:
-        """Promote a request's leading blocks from the tiers behind RAM, and wait for the tiers.
+        """Promote a request's leading blocks from the tiers behind RAM, and wait for the promotions.
 
-        Returns the number of leading blocks that are then in RAM.
+        Returns the number of leading blocks that are in RAM afterwards.
         """
         events = manager.take_events()
         if self._watch is not None:
@@ -482,7 +490,7 @@ class Replay:
     ) -> None:
         """Record the blocks that the engine promoted from its own tiers.
 
-        `Engines` then does not count them as blocks of other engines.
+        `Engines` then does not count these blocks as blocks of other engines.
         """
         if len(self._members) == 1 or not manager.has_promoted(ctx):
             return
@@ -562,7 +570,10 @@ class Replay:
         return self._trace.block_ids.take(codes)
 
     def _bytes_cpu_s(self) -> float:
-        """Return this thread's CPU time for bytes and tiers, which is no part of the time of decisions."""
+        """Return this thread's CPU time for bytes and tiers.
+
+        This time does not count as time of decisions.
+        """
         return self._tiers_cpu_s + (self._data.cpu_s if self._data is not None else 0.0)
 
     def _report(self) -> ReplayReport:
@@ -617,7 +628,7 @@ class Replay:
         )
 
     def _tenant_reports(self) -> list[TenantReport]:
-        """Create the report of each tenant with a quota, then of all other requests together."""
+        """Create a report for each tenant with a quota, then a report for all other requests together."""
         quotas, trace = self._config.tenants, self._trace
         if not quotas:
             return []

@@ -1,4 +1,4 @@
-"""Rules that assign requests to engines. Knows requests; no caches."""
+"""Rules that assign requests to engines. Knows requests, but no caches."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ Routing: TypeAlias = Annotated[str, OneOf(ROUTINGS)]
 Instances: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 
 _ALIKE = 0.5
-"""`PREFIX` chooses an engine by a session's first prompt only if an engine has served at least this share of
-the prompt's blocks."""
+"""`PREFIX` chooses an engine by a session's first prompt only if engines have already served at least this
+share of the prompt's blocks.
+"""
 _MOST_LOAD = 1.5
-"""An engine is overloaded if its load exceeds this multiple of the mean load. `PREFIX` does not choose an
-overloaded engine by the prompt."""
+"""An engine is overloaded if its load exceeds this multiple of the mean load.
+
+`PREFIX` does not choose an overloaded engine, even if it has served the prompt.
+"""
 
 _Instances = npt.NDArray[np.int32]
 
@@ -32,12 +35,13 @@ def route(trace: Trace, instances: int, routing: str = SESSION) -> _Instances:
     """Assign an engine, 0 to `instances` - 1, to each request; shape ``(requests,)``. Deterministic.
 
     - `SESSION`: round robin over sessions; all requests of a session go to one engine.
-    - `PREFIX`: all requests of a session go to one engine. It is the engine that last served the head of the
-      session's first prompt, if this head is at least half of the prompt and the engine is not overloaded.
-      Otherwise it is the engine with the fewest references. Source: SGLang's cache-aware router. Differs:
-      counts references instead of the loads that a router observes.
-    - `ROUND_ROBIN`: request by request, each to the next engine.
-    - `RANDOM`: each request independently, as with a load balancer without sessions.
+    - `PREFIX`: all requests of a session go to one engine. The first prompt of the session chooses the
+      engine. If engines have already served at least half of the prompt's blocks, from the head on, it is the
+      engine that last served the last of these blocks, unless this engine is overloaded. Otherwise it is the
+      engine with the fewest references. Source: SGLang's cache-aware router. Differs: the load of an engine
+      is its number of references, because a trace has no observed loads.
+    - `ROUND_ROBIN`: each request goes to the next engine.
+    - `RANDOM`: each request goes to a random engine, as with a load balancer that ignores sessions.
 
     Sessions are found as in `statistics.describe`. Cost: O(1) per reference, 20 us per request.
     """

@@ -1,4 +1,4 @@
-"""Keys of a trace's blocks: substitutes for an engine's block hashes."""
+"""Keys of a trace's blocks. They replace the block hashes that an engine would compute."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvoffload.structures.keys import Keys, KeyWords
 from kvoffload.traces.trace import Trace
 
 KEY_BYTES = 32
-"""Length of a key in bytes. Equal to an engine's block hashes (SHA-256)."""
+"""Length of a key in bytes. It is the length of an engine's block hashes (SHA-256)."""
 
 FINGERPRINT = "kvoffload replay, contents from keys, 1"
 """Fingerprint of all replays. It is the same in every replay, so that a replay can read blocks that an

@@ -1,6 +1,6 @@
 """Upper bound of prefix hits, if the number of writes to the tier behind RAM is limited.
 
-Knows the whole trace; no managers or policies. `replay.optimum` is the bound without a limit of writes.
+Knows the whole trace, but no managers or policies. `replay.optimum` is the bound without a limit of writes.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class _Uses:
 
     Attributes:
         blocks: for each use, the code of the block.
-        gaps: for each use, the time for which RAM must hold the block to serve the use, as a number of
-            pauses between two requests.
+        gaps: for each use, the time for which RAM must hold the block to serve the use, counted in steps from
+            one request to the next.
         unique_blocks: number of unique blocks in the trace.
     """
 

@@ -57,7 +57,8 @@ def gathered(
     """Merge the options of three sources. `given` overrides the environment, which overrides the file.
 
     Args:
-        given: options of the caller. An option that is None counts as not given.
+        given: options that were given directly, not by the environment or a file. An option whose value is
+            None counts as not given.
         names: options that this caller accepts from the environment and the file. The file may contain other
             options of `OF_ENGINES`; they are ignored.
         other_names: aliases that `given` may use for an option: alias -> option.

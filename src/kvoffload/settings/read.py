@@ -196,7 +196,7 @@ def without_none(kind: Any) -> Any:
 def convert(field: str, value: object, kind: Any) -> Any:
     """Convert `value`, often text, to the type `kind`, which may be ``Annotated``.
 
-    Raises: `ConfigError` with the allowed values.
+    Raises: `ConfigError` that states the allowed values.
     """
     kind = without_none(kind)
     plain = value
@@ -272,7 +272,7 @@ def read_options(
         other_names: alias -> option. An option that is given under several names must have the same value
             under each name.
         also_known: names to accept and ignore, because other code reads them.
-        problems: problems found earlier, to report together with the new problems.
+        problems: problems that were found earlier. They are reported together with the new problems.
 
     Raises: `CombinedConfigError`, which lists every problem with its option, value and allowed values.
     """
@@ -334,7 +334,7 @@ def _hints(kind: type[Any]) -> dict[str, Any]:
 def check_fields(options: object, where: str) -> None:
     """Check the ``Annotated`` fields of a dataclass that was built in Python.
 
-    Raises: `ConfigError`, all problems at once.
+    Raises: `ConfigError` that lists all problems.
     """
     kind: Any = type(options)
     hints, problems = _hints(kind), Problems(where)

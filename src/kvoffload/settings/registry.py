@@ -62,7 +62,7 @@ class Registry(Generic[T]):
         return f"{', '.join(self.names())}, module:Class, or path/to/file.py:Class"
 
     def parse(self, field: str, value: object) -> str:
-        """Check a name and return it. Raises `ConfigError`."""
+        """Check a name and return it. Raises `ConfigError` if no class has this name."""
         if not isinstance(value, str):
             raise ConfigError(field, value, f"allowed: {self.allowed}")
         try:
@@ -76,9 +76,10 @@ class Registry(Generic[T]):
         return sorted({*self._built_in, *(point.name for point in self._entry_points())})
 
     def find(self, spec: str | type[T]) -> type[T]:
-        """Return the class named by `spec`. If `spec` has parameters, return a subclass with these defaults.
+        """Return the class named by `spec`. If `spec` has parameters, return a subclass that has them as
+        defaults.
 
-        Raises: `ConfigError` with the allowed values and the nearest name.
+        Raises: `ConfigError` that states the allowed values and the nearest name.
         """
         if not isinstance(spec, str):
             return self._check(spec, spec)
@@ -146,7 +147,7 @@ class Registry(Generic[T]):
 
     @property
     def _built_in(self) -> dict[str, str]:
-        """The module of each built-in class, by the name of the class."""
+        """Mapping: name of each built-in class -> its module."""
         files = pkgutil.iter_modules(importlib.import_module(self._package).__path__)
         return {file.name.lstrip("_"): f"{self._package}.{file.name}" for file in files}
 
@@ -185,7 +186,10 @@ class Registry(Generic[T]):
 
 
 def _is_class(value: object) -> TypeGuard[type[Any]]:
-    """Return True for a class. On Python 3.10 `isinstance` also accepts ``list[int]``."""
+    """Return True if `value` is a class.
+
+    `isinstance` alone is not enough: on Python 3.10 it also accepts ``list[int]``.
+    """
     return issubclass(type(value), type)
 
 

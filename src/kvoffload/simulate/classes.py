@@ -80,9 +80,9 @@ def machine_of_class(name: str, parameters: float = DEFAULT_PARAMETERS, gpus: in
     - Prefill takes two operations per token and parameter, at half of the peak rate.
     - Attention takes four operations per token, earlier token, layer and hidden dimension, at the same rate.
     - Decode reads all weights once per token at 40% of the memory bandwidth, for any number of requests.
-    - `gpus` GPUs are `gpus` times as fast as one.
+    - `gpus` GPUs are `gpus` times as fast as one GPU.
 
-    Raises: `ConfigError`.
+    Raises: `ConfigError` for an unknown class.
     """
     if name not in CLASSES:
         raise ConfigError(

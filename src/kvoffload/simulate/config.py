@@ -22,7 +22,7 @@ class Timing:
         at_once: number of requests that clients keep in progress; 0: requests arrive at recorded times.
         deadline_s: longest time that a request waits for tiers behind RAM.
 
-    Raises: `ConfigError`, all problems at once.
+    Raises: `ConfigError` that lists all problems.
     """
 
     machine: Machine

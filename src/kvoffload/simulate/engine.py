@@ -34,7 +34,9 @@ from kvoffload.simulate.report import LinkReport, TimedTierReport
 from kvoffload.traces.trace import Trace
 
 _ASKS_PER_DEADLINE = 40
-"""Number of lookups per deadline of a request that waits for a tier, while the engine has no step to run."""
+"""Number of times that a request looks up again during its deadline, if it waits for a tier and the engine
+has no step to run.
+"""
 _ASKS_WHEN_QUIET = 2
 """The number of lookups per deadline that applies when a whole deadline has passed without any event.
 
@@ -309,7 +311,10 @@ class Engine:
         self._queues[1].extendleft(reversed(again))
 
     def _compute(self, request: _Request) -> None:
-        """Add the rest of a request's prompt to the step, or the part of it that fits the step's budget."""
+        """Add the rest of a request's prompt to the step.
+
+        If the rest exceeds the step's budget, add only a part.
+        """
         step = self._step
         num_tokens = min(step.budget, request.tokens - request.computed)
         if not num_tokens:

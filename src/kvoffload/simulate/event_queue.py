@@ -21,7 +21,10 @@ class Events:
         self._num_scheduled = 0
 
     def at(self, when: float, call: Callable[[], None]) -> None:
-        """Schedule a call at `when`, or now if `when` is in the past. Cost: O(log n)."""
+        """Schedule a call at the time `when`.
+
+        If `when` is in the past, schedule it for now. Cost: O(log n).
+        """
         self._num_scheduled += 1
         heapq.heappush(self._heap, (max(when, self.now), self._num_scheduled, call))
 

@@ -78,7 +78,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     format: str = FORMAT
 
     def value(self, name: str) -> float:
-        """Return the value of a field. Raises `ConfigError` if it is unknown."""
+        """Return the value of the quantity `name`. Raises `ConfigError` if the value is unknown."""
         quantity: Quantity | None = getattr(self, name)
         if quantity is None:
             raise ConfigError("machine", self.name, f"it has no {name}: {_HOW_TO_KNOW[name]}")
@@ -114,7 +114,10 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return msgspec.structs.replace(self, **missing, model=self.model or other.model)
 
     def check(self, *, has_ram: bool, has_disk: bool) -> None:
-        """Raise a `ConfigError` for the first missing number that a replay with these tiers needs."""
+        """Raise a `ConfigError` if a number is unknown that a replay with these tiers needs.
+
+        The error names the first such number.
+        """
         for name in (*_ENGINE, *(_LINK if has_ram else ()), *(_DISK if has_disk else ())):
             self.value(name)
 

@@ -35,13 +35,16 @@ class NoOffload:
     """
 
     def begin(self, request: int) -> RequestContext | None:
-        """Register a request that has arrived. Returns its context; None without offloading."""
+        """Register a request that has arrived.
+
+        Returns the request's context, or None if there is no offloading.
+        """
         return None
 
     def lookup(self, request: int, ctx: RequestContext | None, first: int, end: int) -> int | None:
-        """Return the number of consecutive blocks that can be loaded, from `first` on and before `end`.
+        """Return the number of consecutive blocks from `first` on, and before `end`, that can be loaded.
 
-        None: not known yet; look up again later.
+        Returns None if the number is not known yet. The caller must then look up again later.
         """
         return 0
 
@@ -52,7 +55,10 @@ class NoOffload:
         done()
 
     def store(self, request: int, ctx: RequestContext | None, first: int, end: int) -> bool:
-        """Offer the computed blocks `first` to `end` of a request. Returns False to be called again later."""
+        """Offer the computed blocks `first` to `end` of a request.
+
+        Returns False if the caller must call this method again later.
+        """
         return True
 
     def finish(self, request: int, ctx: RequestContext | None) -> None:
@@ -88,8 +94,8 @@ class Offload(NoOffload):
     """Offloading of blocks when they are computed.
 
     Args:
-        wake: called at the end of each job for which a request may wait.
-        ram: RAM that several engines share; None: this engine has its own RAM.
+        wake: called when a job ends for which a request may be waiting.
+        ram: RAM that several engines share. None: this engine has its own RAM.
     """
 
     def __init__(
@@ -199,8 +205,8 @@ class Offload(NoOffload):
 class VictimOffload(Offload):
     """Offloading of blocks shortly before the device drops them, as in the vLLM connector.
 
-    After each step, the blocks in the window (`core.window`) are offered, warmest first. If the device drops
-    a block that has not been in the window, the block is lost. While the window exceeds the number of free
+    After each step, the blocks in the window (`core.window`) are offered, warmest first. A block that the
+    device drops before it was in the window is lost. While the window is larger than the number of free
     blocks, requests store their computed blocks at once.
     """
 

@@ -31,8 +31,8 @@ def outcome_of(
 ) -> TimedOutcome:
     """Combine the results of all engines of a run.
 
-    Each engine reported its links and tiers when its last request ended. If engines share RAM, the counters
-    of this RAM and of the tiers behind it come from the engine that ended last.
+    Each engine has created its reports of links and tiers when its last request ended. If engines share RAM,
+    the reports of this RAM and of the tiers behind it are taken from the engine that ended last.
     """
     last = max(range(len(engines)), key=lambda number: engines[number].ended_s)
     seconds = engines[last].ended_s

@@ -101,8 +101,8 @@ class DevicePool:
     def release(self, lease: Lease) -> None:
         """Free the blocks of an ended request.
 
-        Of two blocks with equal contents, one can still be found. If no other request holds this block, it
-        becomes the last block in the order of eviction.
+        If another block has the same contents as a block of the request, one of the two can still be found.
+        If no request holds either block, the contents become the last in the order of eviction.
         """
         holders, free = self._holders, self._free
         for code in reversed(lease.known):

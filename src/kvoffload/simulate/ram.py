@@ -33,7 +33,7 @@ class Ram:
     """The RAM of one engine, or the RAM pool of several engines (`ReplayConfig.shared_ram`).
 
     Each engine of a pool has its own manager and its own tiers behind RAM. The engines share the last tier
-    and its disk if it is simulated for all engines (`may_be_shared`).
+    and its disk if this tier is simulated for all engines (`may_be_shared`).
 
     Args:
         trace: the requests of all engines that use this RAM.
@@ -132,7 +132,7 @@ class Ram:
         return Link(self._events, f"{name} {direction}", num_disks * rate, latency_s)
 
     def _write_budget(self, options: TierOptions) -> WriteBudget | None:
-        """Create the write budget of a tier, in blocks and simulated time."""
+        """Create the write budget of a tier. It counts blocks, and its clock is simulated time."""
         max_bytes = getattr(options, "max_write_bytes_per_day", None)
         max_blocks = getattr(options, "max_write_blocks_per_day", None)
         if max_bytes is not None:

@@ -111,7 +111,7 @@ class TimedOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """Result of one run of a trace on a machine.
 
     Attributes:
-        requests: number of requests; all are served, however late.
+        requests: number of requests. All of them are served, even if they wait long.
         seconds: time from the first arrival to the end of the last request.
         device_hit_blocks: number of block references found on the device.
         offload_hit_blocks: number of loaded block references.

@@ -1,4 +1,7 @@
-"""Disk tier in simulated time. It decides as in an engine; its jobs take as long as on the disk."""
+"""Disk tier in simulated time.
+
+It makes the same decisions as in an engine; its jobs take as long as on a disk.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ class TimedTier(SimulatedTier):
 
     Args:
         name: name in the report.
-        moved_bytes: bytes that a read or write of one block moves.
+        moved_bytes: number of bytes that the link moves to read or write one block.
         wake: called when a job has ended.
         options: options of `SimulatedTier`.
 
@@ -50,7 +53,7 @@ class TimedTier(SimulatedTier):
     def share(self, first: TimedTier) -> None:
         """Share the blocks and the write budget of another engine's tier, but not its jobs.
 
-        Call this before other methods.
+        Call this method before all others.
         """
         self._manager, self._purse = first._manager, first._purse
 

@@ -24,9 +24,9 @@ _WORD, _INT, _BYTE = ir.IntType(64), ir.IntType(32), ir.IntType(8)
 
 
 class KeyBatchType(nb.Type):
-    """numba's type of a batch: its address, its size, and a flag for lists.
+    """numba's type of a batch: its address, its size, and a flag that is True for a list.
 
-    The size is the number of keys of a list, or the number of bytes of packed keys.
+    The size of a list is its number of keys. The size of packed keys is their number of bytes.
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,10 @@ def _unbox_key(kind: Any, value: Any, c: Any) -> Any:
 
 
 def _listed_key(typing_context: Any, address: Any, row: Any, key_bytes: Any) -> Any:
-    """Return the address of a list item's bytes. `WRONG_KEY` unless the item is ``bytes`` of this length."""
+    """Return the address of the bytes of a list item.
+
+    Return `WRONG_KEY` unless the item is ``bytes`` of length `key_bytes`.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = _BYTE.as_pointer()
@@ -169,7 +172,10 @@ def key_at(batch: KeyBatch, row: int, key_bytes: int, num_words: int) -> int:
 
 @inline
 def word_at(address: int, word: int, key_bytes: int) -> np.uint64:
-    """Return a word of the key at an address, as `Keys.pack` packs it. Reads nothing beyond the key."""
+    """Return word number `word` of the key at an address, as `Keys.pack` would pack it.
+
+    Reads no byte beyond the key.
+    """
     start, left = address + 8 * word, key_bytes - 8 * word
     if left >= 8:
         return _load8(start)

@@ -13,7 +13,7 @@ import numpy as np
 from kvoffload.structures.jit import ReadU64Matrix, U64Array, inline, kernel
 
 ODD = np.uint64(0x9E3779B97F4A7C15)
-"""Increment of splitmix64. It is odd, so that all its multiples differ, and its bits are irregular."""
+"""Increment of splitmix64. It is odd, so that all its multiples differ. Its bits are irregular."""
 
 
 def digests_of(words: ReadU64Matrix, key_bytes: int) -> U64Array:

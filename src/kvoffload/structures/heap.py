@@ -32,8 +32,8 @@ class Heap(Struct):
         size: number of positions in all chains.
         clock: the last stamp.
         last: the position that was pushed last, or NONE.
-        aside: the position that was set aside last, or NONE. Column AFTER of its link is the position that
-            was set aside before.
+        aside: the position that was set aside last, or NONE. The positions set aside form a list: column
+            AFTER of a position's link is the position that was set aside before it.
     """
 
     order: F64Matrix
@@ -91,7 +91,7 @@ def _put(heap: Heap, place: int, position: int) -> None:
 
 @inline
 def _sift_up(heap: Heap, hole: int, position: int) -> None:
-    """Write a position to place `hole`, or to a place further up if the position is less than the parents."""
+    """Write a position to place `hole`, or further up while the position is less than its parent."""
     order, firsts = heap.order, heap.firsts
     while hole > 0:
         parent = (hole - 1) >> 1
@@ -104,7 +104,7 @@ def _sift_up(heap: Heap, hole: int, position: int) -> None:
 
 @inline
 def _sift_down(heap: Heap, hole: int, position: int) -> None:
-    """Write a position to place `hole`, or to a place further down if it is greater than the children."""
+    """Write a position to place `hole`, or further down while the position is greater than a child."""
     order, firsts, size = heap.order, heap.firsts, heap.num_chains
     while True:
         child = 2 * hole + 1
@@ -133,10 +133,12 @@ def _end_chain(heap: Heap, place: int) -> None:
 def insert_again(heap: Heap, position: int) -> None:
     """Insert a position whose rank and stamp are set.
 
-    Let L be the position that was pushed last.
+    Let L be the position that was pushed last. The new position joins the chain of L or starts a new chain:
 
-    - If L is the first of its chain, and `position` is less than L: `position` becomes the first.
-    - If L is the last of its chain, and `position` is greater than L: `position` becomes the last.
+    - If L is the first of its chain, and `position` is less than L: `position` becomes the first of this
+      chain.
+    - If L is the last of its chain, and `position` is greater than L: `position` becomes the last of this
+      chain.
     - Otherwise `position` starts a new chain.
     """
     links, last = heap.links, heap.last
@@ -186,7 +188,7 @@ def take_out(heap: Heap, position: int) -> None:
 
 @inline
 def set_aside(heap: Heap, position: int) -> None:
-    """Remember a removed position for `put_back`."""
+    """Remember a position that was taken out, so that `put_back` can reinsert it."""
     heap.links[position, AFTER] = heap.aside
     heap.aside = position
 

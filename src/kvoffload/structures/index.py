@@ -44,7 +44,10 @@ class Index(Struct):
         )
 
     def populate(self) -> Index:
-        """Touch all memory now. Later, the first touch of a page would delay a request by up to 1 ms."""
+        """Touch all memory now.
+
+        Otherwise the first touch of a page would delay a later request by up to 1 ms.
+        """
         self.table.fill(0)
         self.keys.fill(0)
         return self
@@ -58,7 +61,7 @@ class Index(Struct):
         return _find(self.memory, key)
 
     def put(self, key: bytes, position: int) -> None:
-        """Put a key, which must be absent, at `position`. For tests; kernels have `insert`."""
+        """Put a key, which must be absent, at `position`. This method is for tests; kernels call `insert`."""
         _insert(self.memory, Keys.pack([key], self.key_bytes).words, position)
 
     def keys_at(self, positions: np.ndarray) -> Keys:
@@ -93,9 +96,9 @@ def hash_row(keys: U64Matrix, row: int) -> np.uint64:
 
 
 def words_with_hash(hashes: U64Array, num_words: int = 1) -> U64Array:
-    """Return a packed key with each of these hashes: shape ``(len(hashes), num_words)``.
+    """Return, for each hash, a packed key that has this hash: shape ``(len(hashes), num_words)``.
 
-    All words but the first are 0. With one word, no other key has the hash.
+    All words but the first are 0. If keys have one word, no other key has the same hash.
     """
     words = np.zeros((len(hashes), num_words), np.uint64)
     with np.errstate(over="ignore"):
@@ -135,7 +138,7 @@ def home_bucket(table: U64Array, h: np.uint64) -> int:
 
 @inline
 def bucket_of(index: Index, batch: U64Matrix, row: int, h: np.uint64) -> int:
-    """Return the bucket of the key `batch[row]` with hash `h`. For an absent key, an empty bucket."""
+    """Return the bucket of the key `batch[row]` with hash `h`, or the empty bucket for it if it is absent."""
     table, keys = index.table, index.keys
     tag = h >> np.uint64(32)
     bucket = home_bucket(table, h)
@@ -162,7 +165,10 @@ def find(index: Index, batch: U64Matrix, row: int, h: np.uint64) -> int:
 
 @inline
 def fill_bucket(index: Index, bucket: int, batch: U64Matrix, row: int, h: np.uint64, position: int) -> None:
-    """Put the key `batch[row]` at `position`; `bucket` is the empty bucket from `bucket_of`."""
+    """Put the key `batch[row]` at `position`.
+
+    `bucket` must be the empty bucket that `bucket_of` has returned.
+    """
     copy_key(index.keys, position, batch, row)
     index.table[bucket] = (h & np.uint64(0xFFFFFFFF00000000)) | np.uint64(position + 1)
 
@@ -181,7 +187,7 @@ def insert(index: Index, batch: U64Matrix, row: int, h: np.uint64, position: int
 
 @inline
 def remove(index: Index, position: int) -> None:
-    """Remove the key at `position`, see `remove_hashed`."""
+    """Remove the key at `position` from the table (see `remove_hashed`)."""
     remove_hashed(index, position, hash_row(index.keys, position))
 
 
@@ -216,7 +222,10 @@ def remove_hashed(index: Index, position: int, h: np.uint64) -> None:
 
 @inline
 def find_key(index: Index, address: int) -> int:
-    """Return the position of the unpacked key at `address`, or ABSENT. It has ``index.key_bytes`` bytes."""
+    """Return the position of the unpacked key at `address`, or ABSENT.
+
+    The key has ``index.key_bytes`` bytes.
+    """
     table, keys, key_bytes = index.table, index.keys, index.key_bytes
     h = np.uint64(0x9E3779B97F4A7C15)
     for word in range(keys.shape[1]):

@@ -88,7 +88,7 @@ class Kernel:
 
     @property
     def address(self) -> int:
-        """Address of the machine code. Only for functions that `by_address` has marked."""
+        """Address of the machine code. Available only for functions that are marked with `by_address`."""
         compile_all()
         address: int = self.made.address
         return address
@@ -131,8 +131,9 @@ def compile_all() -> int:
 def kernel(function: F) -> F:
     """Mark a function as a kernel, compiled for exactly the types of its annotations. Keeps the GIL.
 
-    Arguments of a kernel with a struct or a batch of keys are not checked, because only the control plane
-    calls it. For other kernels numba checks every argument, which costs 0.1 us or more a call.
+    If a kernel has a struct or a batch of keys as argument, its arguments are not checked, because only the
+    control plane calls such kernels. For other kernels numba checks every argument, which costs 0.1 us or
+    more per call.
     """
     return cast(F, Kernel(function, compiled))
 
@@ -140,7 +141,8 @@ def kernel(function: F) -> F:
 def compiled(function: F, *, cache: bool = True, nogil: bool = False) -> F:
     """Compile a kernel now.
 
-    Tests pass ``cache=False``, because numba would not recompile a test's kernel when its helpers change.
+    Tests pass ``cache=False``: if only the helpers of a test's kernel change, numba would otherwise use old
+    machine code.
     """
     made = _dispatcher(function, cache=cache, nogil=nogil, **_OPTIONS)
     if all(isinstance(kind, nb.Array) or kind in _PLAIN.values() for kind in _arguments(function)):
@@ -150,7 +152,10 @@ def compiled(function: F, *, cache: bool = True, nogil: bool = False) -> F:
 
 
 def long_kernel(function: F) -> F:
-    """Mark a kernel that releases the GIL, for loops that take milliseconds. Call it like a `kernel`."""
+    """Mark a function as a kernel that releases the GIL, for loops that take milliseconds.
+
+    Callers use it like a `kernel`.
+    """
     return cast(F, Kernel(function, functools.partial(compiled, nogil=True)))
 
 
@@ -220,8 +225,8 @@ def _compiled_type(hint: Any) -> Any:
 def _prefetch(typing_context: Any, array: Any, row: Any) -> Any:
     """Prefetch the first bytes of ``array[row]`` into the processor's cache, without waiting.
 
-    With a million blocks the control plane mostly waits for cache lines, one after the other. A loop that
-    first prefetches all its lines waits about once.
+    With a million blocks, the control plane spends most of its time waiting for cache lines, one after the
+    other. If a loop first prefetches all its cache lines, it waits for about one of them.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:

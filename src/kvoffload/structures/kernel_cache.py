@@ -26,20 +26,23 @@ from typing import Any
 import numba
 
 COMPILING = logging.getLogger("kvoffload.compiling")
-"""Logger of messages about compilation. Level INFO: compilation delays this start."""
+"""Logger of messages about compilation. A message at level INFO means that compilation delays this start."""
 _USUAL_S = 20
 _config: Any = numba.config
 _PACKAGE = Path(__file__).resolve().parent.parent
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
-"""Mode bits that let other users write."""
+"""Bits of a file's mode that let other users write."""
 _STAMP = _PACKAGE / "structures" / "__pycache__" / "kernels.stamp"
 
 
 def prepare(*, is_needed: bool = True) -> bool:
-    """Choose the cache directory, once, before the first compilation; return False if none is usable.
+    """Choose the cache directory. Called once, before the first compilation.
+
+    Returns False if no directory is usable.
 
     Args:
-        is_needed: False if this package's kernels need no cache. A missing directory then logs no warning.
+        is_needed: False if this package's kernels need no cache. If no directory is usable, no warning is
+            logged then.
     """
     digest, configured = digest_of_sources(), _config.CACHE_DIR
     _config.CACHE_DIR = ""
@@ -75,7 +78,7 @@ def announce_compilation(reason: str = "") -> None:
 
 
 def forget(function: Callable[..., Any]) -> None:
-    """Delete a kernel's cache files, after an interrupted write. Raises `OSError`."""
+    """Delete a kernel's cache files, which an interrupted write may have damaged. Raises `OSError`."""
     source = Path(function.__code__.co_filename).resolve()
     for directory, kept in _places():
         if directory == source.parent:
@@ -98,7 +101,7 @@ def _use(place: Path, digest: str) -> None:
 
 
 def _copy(kernel: Path, kept: Path) -> None:
-    """Copy a file atomically, because other processes of an engine start at the same time."""
+    """Copy a file atomically, because other processes of the engine may read the cache at the same time."""
     kept.mkdir(mode=0o700, exist_ok=True)
     unfinished = kept / f".{kernel.name}.{os.getpid()}"
     try:
@@ -109,7 +112,7 @@ def _copy(kernel: Path, kept: Path) -> None:
 
 
 def _places() -> Iterator[tuple[Path, Path]]:
-    """Yield each directory of the package, with numba's cache directory for its kernels."""
+    """Yield each directory of the package together with the directory in which numba caches its kernels."""
     for directory in sorted({source.parent for source in _PACKAGE.rglob("*.py")}):
         if _config.CACHE_DIR:
             # numba's naming scheme. If it changes, the kernels are compiled and cached again.

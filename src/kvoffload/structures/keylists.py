@@ -49,7 +49,10 @@ class KeyLists(Struct):
 
 @inline
 def remember(keys: KeyLists, sentinel: int, batch: U64Matrix, row: int, h: np.uint64) -> int:
-    """Put the absent key `batch[row]` at the head of a list; returns its position. Needs a spare position."""
+    """Put the absent key `batch[row]` at the head of a list; returns its position.
+
+    At least one position must be spare.
+    """
     links = keys.lists.links
     position = links[links.shape[0] - 1, PREV]
     unlink(links, position)
@@ -60,7 +63,7 @@ def remember(keys: KeyLists, sentinel: int, batch: U64Matrix, row: int, h: np.ui
 
 @inline
 def forget(keys: KeyLists, position: int) -> None:
-    """Forget the key at `position`; the position becomes spare."""
+    """Forget the key at `position`. The position becomes spare."""
     links = keys.lists.links
     remove(keys.index, position)
     unlink(links, position)
@@ -85,7 +88,7 @@ def prefetch_keys(keys: U64Matrix, lists: Lists, number: int, count: int) -> Non
 
 @inline
 def prefetch_buckets(table: U64Array, keys: U64Matrix, lists: Lists, number: int, count: int) -> None:
-    """Prefetch the index buckets of the `count` coldest members of a list. Call `prefetch_keys` before."""
+    """Prefetch the index buckets of the `count` coldest members of a list. Call `prefetch_keys` first."""
     links, sentinel = lists.links, lists.num_positions + number
     position = links[sentinel, PREV]
     for _ in range(min(count, np.int64(links[sentinel, LIST]))):

@@ -1,6 +1,6 @@
 """Batches of block keys in the packed form that kernels read.
 
-A key is a byte string without further meaning here. All keys of one manager have the same length.
+In this module a key is only a byte string. All keys of one manager have the same length.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def words_per_key(key_bytes: int) -> int:
 def taken(words: KeyWords, rows: npt.NDArray[Any]) -> KeyWords:
     """Return a copy of the words of `rows`, which are row numbers or a mask.
 
-    Rows are indexed as items of a one-dimensional array. With two dimensions numpy would release the GIL, and
-    the scheduler's thread might wait milliseconds for it.
+    The rows are indexed as items of a one-dimensional array, because numpy releases the GIL when it indexes
+    two dimensions. The scheduler's thread might then wait milliseconds to get the GIL back.
     """
     if rows.dtype == np.bool_:
         rows = rows.nonzero()[0]
@@ -123,7 +123,10 @@ def _whole_row(num_words: int) -> np.dtype[np.void]:
 
 
 def wrong_key(keys: Sequence[bytes], key_bytes: int) -> ValueError | TypeError | None:
-    """Return an error for the first key that is not ``bytes`` of length `key_bytes`, or None."""
+    """Return an error that names the first key that is not ``bytes`` of length `key_bytes`.
+
+    Return None if there is no such key.
+    """
     for position, key in enumerate(keys):
         if not isinstance(key, bytes):
             return TypeError(f"key {position} is {type(key).__name__} {key!r}; keys are bytes")

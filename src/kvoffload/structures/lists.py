@@ -29,8 +29,8 @@ class Lists(Struct):
     Attributes:
         links: int32, shape ``(num_positions + num_lists, 3)``. Columns: PREV, NEXT, LIST. The row of list `i`
             is `sentinel(i)`.
-        cursors: int32, shape ``(num_lists,)``. For each list the position that the search visits next; the
-            list's sentinel if the search has passed the head.
+        cursors: int32, shape ``(num_lists,)``: for each list, the position that the search visits next. After
+            the search has visited the head, the cursor is the list's sentinel.
     """
 
     links: I32Matrix
@@ -111,14 +111,17 @@ def move_to_head(links: I32Matrix, sentinel: int, position: int) -> None:
 
 @inline
 def unlink_all(links: I32Matrix, positions: I32Array, count: int) -> None:
-    """Remove the first `count` of `positions` from their lists."""
+    """Remove the first `count` entries of `positions` from their lists."""
     for i in range(count):
         unlink(links, positions[i])
 
 
 @inline
 def push_all(links: I32Matrix, sentinel: int, positions: I32Array, count: int) -> None:
-    """Add the first `count` of the unlisted `positions` to a list. ``positions[0]`` becomes the head."""
+    """Add the first `count` entries of `positions`, which must be in no list, to a list.
+
+    ``positions[0]`` becomes the head.
+    """
     for i in range(count - 1, -1, -1):
         push_head(links, sentinel, positions[i])
 

@@ -15,7 +15,7 @@ import numpy as np
 from kvoffload.structures.structs import Struct
 
 ALIGNMENT = 64
-"""Bytes of a cache line. Structs and arrays start at multiples of it."""
+"""Bytes of a cache line. The places of structs and arrays are multiples of this number."""
 
 
 def aligned(num_bytes: int) -> int:

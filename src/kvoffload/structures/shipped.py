@@ -4,8 +4,8 @@ A release packs all kernels into one file in the wheel, compiled for one Python,
 baseline. The file is used only if Python, numba, llvmlite, numba's settings and this package's sources are
 the same. Otherwise, and in a checkout, kernels are compiled as in `kernel_cache`.
 
-Machine code runs unchecked, so the file is read only from the package itself. A user with write access to the
-package can change its Python files, too.
+Machine code runs unchecked, so the file is read only from the package itself. This adds no risk: a user with
+write access to the package could also change its Python files.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Shipped:
 
     Attributes:
         path: the file.
-        why_not: reason why the file cannot be used, as a clause of a message. Empty if it can be used, and in
-            a checkout.
+        why_not: reason why the file cannot be used, as a clause of a message. Empty if the file can be used,
+            and also in a checkout, where no file is expected.
     """
 
     def __init__(self, path: Path, entries: Mapping[str, _Entry], why_not: str = "") -> None:
@@ -65,9 +65,10 @@ class Shipped:
         return bool(self._entries)
 
     def load(self, function: Callable[..., Any], signature: Any, target_context: Any) -> Any:
-        """Return a kernel from the file, as numba's compilation result; None if it is not there.
+        """Return a kernel from the file, as numba's compilation result.
 
-        If the file is damaged, logs a warning and returns None. Cost: 5 ms.
+        Returns None if the file does not contain the kernel, or if the file is damaged; the latter is logged
+        as a warning. Cost: 5 ms.
         """
         entry = self._entries.get(name_of(function, signature)) if self._entries else None
         if entry is None:
@@ -91,7 +92,7 @@ class Shipped:
 
 
 class KernelCache(caching.NullCache):
-    """numba's cache of one kernel. Looks first in the shipped kernels, then in numba's files.
+    """numba's cache of one kernel. It looks first in the shipped kernels, then in numba's files.
 
     Args:
         function: the kernel.
@@ -124,7 +125,10 @@ class KernelCache(caching.NullCache):
 
 
 def find(sources: str) -> Shipped:
-    """Find the kernels for this process. `sources`: digest of the package's sources. Raises: nothing."""
+    """Find the shipped kernels that this process can use. Raises nothing.
+
+    `sources`: digest of the package's sources.
+    """
     path = FOLDER / _file_name()
     if not FOLDER.is_dir():
         return Shipped(path, {})
@@ -154,7 +158,7 @@ def write(folder: Path, sources: str, kernels: Mapping[str, bytes]) -> Path:
     """Write a file of kernels that this process has compiled for the baseline; returns its path.
 
     Line 1 is the SHA-256 of line 2, in hexadecimal digits. Line 2 is JSON: the identity, and an `_Entry` of
-    each kernel, with offsets from the end of line 2. The kernels follow.
+    each kernel, with offsets from the end of line 2. After line 2 come the kernels.
     """
     if _config.CPU_NAME != BASELINE or _config.CPU_FEATURES:
         raise ValueError(f"kernels for a wheel need NUMBA_CPU_NAME={BASELINE} and NUMBA_CPU_FEATURES=''")
@@ -175,7 +179,10 @@ def _file_name() -> str:
 
 
 def name_of(function: Callable[..., Any], signature: Any) -> str:
-    """Name a kernel by file, line, name and types. Return "" for functions of other packages."""
+    """Return a name for a kernel, made of its file, line, name and types.
+
+    Return "" for functions of other packages.
+    """
     try:
         place = Path(function.__code__.co_filename).resolve().relative_to(_PACKAGE)
     except ValueError:
@@ -204,7 +211,10 @@ def _identity(sources: str) -> dict[str, Any]:
 
 
 def host_suffices() -> bool:
-    """Return True if this processor has the baseline's features and numba compiles for no other one."""
+    """Return True if this processor has the baseline's features.
+
+    Return False if numba is set to compile for another processor.
+    """
     if _config.CPU_NAME not in (None, BASELINE) or _config.CPU_FEATURES:
         return False
     try:

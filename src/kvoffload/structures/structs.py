@@ -40,9 +40,9 @@ class Field(NamedTuple):
     """A field of a struct.
 
     Attributes:
-        at: its first word.
-        type: its numba type.
-        dtype, ndim: numpy type and number of dimensions of an array; None and 0 for other fields.
+        at: index of the field's first word in the struct.
+        type: numba type of the field.
+        dtype, ndim: numpy type and number of dimensions, if the field is an array; otherwise None and 0.
     """
 
     at: int
@@ -76,8 +76,8 @@ class Struct:
     Attributes:
         memory: the argument that is passed to a kernel.
 
-    Thread: the owner's thread. Cost: 0.1 us for each access to a number in Python. Raises: `AttributeError`
-    when an array or a struct is replaced.
+    Thread: use a struct only in the thread of its owner. Cost: 0.1 us for each access to a number in Python.
+    Raises: `AttributeError` when an array or a struct is replaced.
     """
 
     fields: ClassVar[dict[str, Field]] = {}

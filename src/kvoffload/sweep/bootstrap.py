@@ -8,7 +8,8 @@ Source: Kuensch, The jackknife and the bootstrap for general stationary observat
 17(3), 1989, with fixed, non-overlapping windows as in Carlstein, Annals of Statistics 14(3), 1986. Each
 request is in exactly one window, so the mean over all draws equals the ratio; overlapping windows would
 underweight both ends of a trace. A replay is stored as one sum per window, and can be compared with any other
-replay of the trace. Disadvantage: intervals are slightly less certain than with overlapping windows.
+replay of the trace. Disadvantage: the ends of the intervals are estimated slightly less exactly than with
+overlapping windows.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ from kvoffload.structures.draws import whole_numbers
 Sums = npt.NDArray[np.int64]
 
 WINDOWS = 32
-"""Number of windows. With more windows, each would be shorter, and neighbours would be correlated. Fewer
-windows would estimate the spread badly."""
+"""Number of windows.
+
+With more windows, each window would be shorter, and neighbouring windows would be correlated. With fewer
+windows, the spread would be estimated badly.
+"""
 
 FEWEST_WINDOWS = 10
 """Number of windows below which no interval is computed."""
@@ -78,7 +82,7 @@ class Resamples:
         fewest_windows: number of windows below which no interval is computed.
         confidence: coverage of the intervals.
 
-    Cost: O(resamples x windows), at construction and for each interval: well below a millisecond.
+    Cost: O(resamples x windows) for the construction and for each interval, well below a millisecond.
     """
 
     def __init__(
@@ -105,7 +109,9 @@ class Resamples:
         self._refs = self._times @ self._window_refs
 
     def ratio(self, hits: Sums) -> Interval | None:
-        """Compute the interval of the hit ratio ``hits.sum() / refs.sum()``; None for too few windows.
+        """Compute the interval of the hit ratio ``hits.sum() / refs.sum()``.
+
+        Returns None if there are too few windows.
 
         Args:
             hits: number of hits in each window.
@@ -135,7 +141,7 @@ class Resamples:
         return self.ratio(hits - baseline)
 
     def _correlation(self, sums: Sums) -> float:
-        """Compute the correlation of neighbouring windows: of their deviations from the mean ratio."""
+        """Compute the correlation between neighbouring windows of their deviations from the mean ratio."""
         surplus = sums - self._window_refs * (sums.sum() / self._window_refs.sum())
         spread = float((surplus * surplus).sum())
         return float((surplus[1:] * surplus[:-1]).sum()) / spread if spread > 0 else 0.0

@@ -74,9 +74,9 @@ class Grid:
         block_bytes: bytes of a block, for sizes such as ``4GiB``; None if unknown.
         common: configuration with the assumptions of all replays: decode speed, queue, instances, routing.
             The axes replace its other fields.
-        shared_ram: False: each instance has its own RAM. True: all instances share one pool.
+        shared_ram: values to try. False: each instance has its own RAM. True: all instances share one pool.
 
-    Raises: `ConfigError`, all problems at once.
+    Raises: `ConfigError` that lists all problems.
     """
 
     policies: tuple[str, ...]
@@ -208,7 +208,7 @@ def _require_one(reasons: list[ConfigError | None]) -> None:
 
 
 def axis(field: str, text: str) -> tuple[str, ...]:
-    """Parse a list such as ``lru,arc``, without duplicates, in its order. Raises `ConfigError`.
+    """Parse a list such as ``lru,arc``. Duplicates are dropped. Raises `ConfigError` for an empty item.
 
     An item with ``=`` is a parameter of the previous item: ``lru,s3fifo,small_share=0.2`` has two values.
     """

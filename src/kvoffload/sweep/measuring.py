@@ -1,6 +1,6 @@
 """Runs each replay once and reuses results in the journal.
 
-Computes the keys of measurements, and reports the progress. Knows points and traces, not their purpose.
+Computes the keys of measurements, and reports the progress. Knows points and traces, but not their purpose.
 """
 
 from __future__ import annotations
@@ -104,9 +104,10 @@ class Work:
 
     @contextlib.contextmanager
     def begun(self) -> Iterator[tuple[Workers, SweepJournal | None]]:
-        """Start the workers, and open the journal if there is an output; close both at the end.
+        """Context manager that starts the workers and, if there is an output, opens the journal.
 
-        Raises: `ConfigError` for an output that cannot be written, or a scheduler that does not answer.
+        Both are closed at the end. Raises: `ConfigError` if the output cannot be written, or if the scheduler
+        does not answer.
         """
         with contextlib.ExitStack() as stack:
             journal = None
@@ -134,7 +135,7 @@ class Measuring:
 
     Args:
         traces: traces, indexed by `Point.trace`.
-        journal: None: measurements are cached in memory only.
+        journal: journal of measurements. None: they are cached in memory only.
 
     Attributes:
         progress: progress of the last call of `measure`, also after an interruption.
@@ -152,7 +153,10 @@ class Measuring:
     def measure(
         self, points: Sequence[Point], on_progress: OnProgress = lambda progress: None
     ) -> list[Measurement]:
-        """Return the measurement of each point, in their order. Raises `SweepError` if a replay fails."""
+        """Return the measurement of each point, in the order of `points`.
+
+        Raises `SweepError` if a replay fails.
+        """
         traces, known, keys = self._traces, self._known, [self._key(point) for point in points]
         if self._journal is not None:
             kept = self._journal.measurements

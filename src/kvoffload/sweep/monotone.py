@@ -37,7 +37,10 @@ class Measured(NamedTuple):
 
 
 def less_with_more(measured: Iterable[Measured]) -> list[str]:
-    """Return one sentence about losses with more RAM, the largest loss first; empty without a loss."""
+    """Return one sentence about losses with more RAM, the largest loss first.
+
+    Returns "" if there is no loss.
+    """
     curves: dict[Hashable, list[Measured]] = {}
     for point in sorted(measured, key=lambda point: point.ram):
         curves.setdefault(point.configuration, []).append(point)

@@ -39,7 +39,10 @@ class RowsFile:
         self.path, self._encode = path, writers[path.suffix]
 
     def write(self, rows: Sequence[msgspec.Struct]) -> None:
-        """Replace the file atomically by these rows, all of one class. Raises `ConfigError`."""
+        """Write these rows, which must be of one class, and replace the file atomically.
+
+        Raises `ConfigError` if the file cannot be written.
+        """
         content = self._encode(rows)
         with replaced("output", self.path) as incomplete:
             incomplete.write_bytes(content)

@@ -48,7 +48,7 @@ The allocation of a GiB in pages of 4 KiB takes 0.6 s. The wait is part of the e
 
 
 def checked_options(extra_config: Mapping[str, Any]) -> VLLMOptions:
-    """Parse the options. Logs each problem, and raises `ConfigError`."""
+    """Parse the options. If there are problems, log each of them and raise `ConfigError`."""
     with refusals_logged(logger, "not started"):
         return parse_options(extra_config)
 
@@ -59,7 +59,7 @@ class KVOffloadSpec(OffloadingSpec):
     Attributes:
         options: the user's options, checked.
 
-    Raises `ConfigError` with all problems when the engine starts, never later.
+    Raises `ConfigError` when the engine starts, never later. The error lists all problems.
     """
 
     @classmethod

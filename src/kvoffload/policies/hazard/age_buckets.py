@@ -16,7 +16,7 @@ NUM_AGES = 48
 
 
 def age_bounds() -> npt.NDArray[np.int64]:
-    """Return the start of each bucket and the end of the last bucket: 0, 8, 11, 16, ... (two per octave)."""
+    """Return the start of each bucket, then the end of the last: 0, 8, 11, 16, ... (two per octave)."""
     octaves = [8 << octave for octave in range(NUM_AGES // 2 + 1)]
     return np.array([0, *(b for o in octaves for b in (o, math.isqrt(2 * o * o)))][: NUM_AGES + 1], np.int64)
 
@@ -36,7 +36,10 @@ def bucket_of_age(bounds: I64Array, age: int) -> int:
 
 @inline
 def at_age(table: F64Array, bounds: I64Array, row: int, age: int) -> float:
-    """Interpolate ``table[row]`` at an age, linearly between bucket starts; constant in the last bucket."""
+    """Return ``table[row]`` at an age.
+
+    The value is interpolated linearly between bucket starts, and constant in the last bucket.
+    """
     bucket = bucket_of_age(bounds, age)
     if bucket == NUM_AGES - 1:
         return table[row, bucket]

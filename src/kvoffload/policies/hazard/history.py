@@ -30,10 +30,10 @@ class History(Struct):
     - use count: 1, 2, 3-4, 5-9, 10 and more
     - typical gap between uses, in octaves. A new block inherits the gap of the previous block on its path,
       because its request is a turn of the same session.
-    - label of the last request (`hints.Labels`), or `ENDED`
+    - label of the last request that used the key (`hints.Labels`), or `ENDED`
 
     Times are numbers of block references. For each request call `begin_path`, then `use_key` for each of its
-    blocks, from last to first: a path's tail is then forgotten first.
+    blocks. Begin with the last block, so that a path's tail is forgotten first.
 
     Args:
         capacity: number of keys.
@@ -50,8 +50,8 @@ class History(Struct):
         label: label of the current request.
         shadow: the keys that LRU would hold.
         inherited: the gap for new blocks of the current request.
-        places: position of each key of the current path before this request, or ABSENT. For the path's rows
-            `start` to ``end - 1``.
+        places: for each of the path's rows `start` to ``end - 1``, the position that its key had before this
+            request, or ABSENT.
         start, end: recorded rows of the current path. Rows from `end` on exceed the capacity.
 
     Memory: 72 bytes plus the key for each key. Cost: one index probe and a few writes per key.
@@ -90,7 +90,10 @@ class History(Struct):
 
 @inline
 def _octaves(x: int) -> float:
-    """Approximate log2 of `x` >= 1, linearly between powers of two. Unlike log2, equal on every machine."""
+    """Approximate log2 of `x` >= 1, linearly between powers of two.
+
+    Unlike log2, the result is equal on every machine.
+    """
     octave, shifted = 0, x
     while shifted >= 2:
         shifted >>= 1
@@ -176,7 +179,10 @@ def use_key(history: History, path: U64Matrix, row: int, h: np.uint64, now: int)
 
 @inline
 def end_use(history: History, path: U64Matrix, row: int, h: np.uint64, label: int, now: int) -> int:
-    """Record the end of a request that used ``path[row]``; return the block's position, or ABSENT."""
+    """Record the end of a request that used the block ``path[row]``.
+
+    Returns the position of the block's key, or ABSENT.
+    """
     place = find(history.keys.index, path, row, h)
     if place != ABSENT:
         history.last[place], history.labels[place] = now, label
@@ -192,7 +198,10 @@ def is_used_at(history: History, path: U64Matrix, row: int, now: int) -> bool:
 
 @inline
 def class_at(history: History, place: int) -> int:
-    """Return the class of the key at a position. For ABSENT: the class of a new block of this request."""
+    """Return the class of the key at a position.
+
+    If `place` is ABSENT, return the class of a new block of the current request.
+    """
     if place == ABSENT:
         return np.int64(_class_of(1, history.inherited, history.label))
     return np.int64(_class_of(history.counts[place], history.gaps[place], history.labels[place]))
@@ -200,7 +209,10 @@ def class_at(history: History, place: int) -> int:
 
 @inline
 def classify(history: History, keys: U64Matrix, row: int, now: int) -> tuple[int, int]:
-    """Return the class and last use of the key ``keys[row]``. An unknown key counts as new and used now."""
+    """Return the class and the time of the last use of ``keys[row]``.
+
+    An unknown key counts as a new key that is used now.
+    """
     place = find(history.keys.index, keys, row, hash_row(keys, row))
     if place == ABSENT:
         return np.int64(0), np.int64(now)

@@ -32,11 +32,12 @@ _ALL, _GROUP, _PARENT = 0, 2, 4
 class Lives(Struct):
     """The sampled keys with an open life.
 
-    A life of a key ends at the next use. It begins at a use of the key, or at the end of a request.
+    A life is a period of a key. It begins at a use of the key or at the end of a request, and ends at the
+    next use of the key.
 
     Attributes:
         keys: one list of lives for each age bucket, ordered by start time. The last list holds the stopped
-            lives, whose keys a waiting request expects.
+            lives: a waiting request expects their keys, so they no longer age.
         class_of: class of each life.
         began: start time of each life.
         stopped: age bucket in which each stopped life was stopped.
@@ -63,8 +64,9 @@ class Lifetimes(Struct):
     a block has up to two lives at the same time, in two classes. While the request runs, the block's worth
     follows from the life since the last use.
 
-    A life ends when the block is used. If a request starts to wait for the block, the life stops then,
-    because the reuse is certain. The reuse counts when the request is served.
+    A life ends when the block is used. If a waiting request expects the block, the life is stopped: it no
+    longer ages, because its reuse needs no prediction. When the request is served, the reuse counts at the
+    age at which the life was stopped.
 
     Ages fall into `NUM_AGES` buckets, two an octave. A sampled key counts as exposed in each bucket that its
     age reaches, and as reused in the bucket in which it is used. Open lives count as exposed only (the
@@ -98,17 +100,18 @@ class Lifetimes(Struct):
         bounds: start of each age bucket, and end of the last.
         reused, exposed: shape ``(num_classes, NUM_AGES)``, float64: the evidence.
         is_known: 1 for each class that has had evidence. The evidence of all other classes is 0.
-        hazard: same shape: the estimates of each known class, and of each class without a label, as of time
-            `evaluated`.
-        worth: same shape: the worth as of time `evaluated`. Classes with equal worth share a row.
+        hazard: same shape: the estimates at time `evaluated`, for each known class and for each class without
+            a label.
+        worth: same shape: the worth at time `evaluated`. Classes with equal worth share a row.
         rows: row in `worth` of each class.
         next_evaluation: time of the next `evaluate`.
         sums: scratch memory of `evaluate`: three pairs of rows, for all classes, for the classes with one use
             count, and for the classes that differ only in their label. Each pair has the reuses, then the
             exposures.
 
-    Cost: an index probe and a few writes for each sampled key; one key in `sampled_one_in` is sampled. Also
-    O(known classes * ages^2), 10 to 100 us, every 16,384 references. Memory: 3 MB and 60,000 keys.
+    Cost: an index probe and a few writes for each sampled key; one key in `sampled_one_in` is sampled. In
+    addition, O(known classes * ages^2) every 16,384 references, which takes 10 to 100 us. Memory: 3 MB and
+    60,000 keys.
     """
 
     begun: Lives
@@ -196,7 +199,7 @@ def _age(lifetimes: Lifetimes, lives: Lives, now: int) -> None:
 
 @inline
 def let_age(lifetimes: Lifetimes, now: int) -> None:
-    """Move the keys that have become too old for their age bucket to the next bucket."""
+    """Move each life that has become too old for its age bucket to the next bucket."""
     _age(lifetimes, lifetimes.begun, now)
     _age(lifetimes, lifetimes.ended, now)
 
@@ -212,7 +215,7 @@ def _forget_oldest(lives: Lives) -> None:
 
 @inline
 def _end(lifetimes: Lifetimes, lives: Lives, key: int, now: int, is_hit: bool) -> None:
-    """End a life at a use of its key; the life counts as reused if `is_hit`."""
+    """End a life, because its key is used. The life counts as reused only if `is_hit` is True."""
     age = bucket_of_age(lifetimes.bounds, now - lives.began[key])
     if lives.keys.lists.links[key, LIST] == lives.keys.lists.num_positions + NUM_AGES:
         age = lives.stopped[key]
@@ -252,7 +255,7 @@ def live_on(
 ) -> None:
     """Record a use of the block ``path[row]`` with hash `h`, and begin a life in its new class.
 
-    `asked` is False if the device served the block. Then the previous life does not count as reused.
+    `asked` is False if the device served the block. The previous life then ends without counting as reused.
     """
     if h & np.uint64(lifetimes.sampled_one_in - 1):
         return
@@ -283,7 +286,7 @@ def live_after(
 
 @inline
 def stop(lifetimes: Lifetimes, path: U64Matrix, row: int, h: np.uint64, now: int) -> None:
-    """Stop the lives of the block ``path[row]``, which a waiting request expects."""
+    """Stop both lives of the block ``path[row]``, because a waiting request expects the block."""
     if h & np.uint64(lifetimes.sampled_one_in - 1):
         return
     _stop(lifetimes, lifetimes.begun, path, row, h, now)
@@ -292,7 +295,10 @@ def stop(lifetimes: Lifetimes, path: U64Matrix, row: int, h: np.uint64, now: int
 
 @inline
 def _add_evidence(lifetimes: Lifetimes, row: int, start: int, stop: int) -> None:
-    """Add the evidence of the classes `start` to ``stop - 1`` to the rows `row` and ``row + 1`` of `sums`."""
+    """Add the evidence of the classes `start` to ``stop - 1`` to two rows of `sums`.
+
+    The reuses are added to row `row`, the exposures to row ``row + 1``.
+    """
     reused, exposed, sums = lifetimes.reused, lifetimes.exposed, lifetimes.sums
     for block_class in range(start, stop):
         if lifetimes.is_known[block_class]:
@@ -352,9 +358,10 @@ def _estimate(lifetimes: Lifetimes) -> None:
 
 @inline
 def _gittins_index(lifetimes: Lifetimes, block_class: int, age: int) -> float:
-    """Return the best ratio of hits to slot-time over all holding times.
+    """Return the highest ratio of expected hits to slot-time that any holding time has.
 
-    The block is at the start of the age bucket `age`. The slot-time includes the cost of an insertion.
+    The holding time starts when the block is at the start of the age bucket `age`. The slot-time includes the
+    cost of an insertion (`ENTERING`).
     """
     hazard, bounds = lifetimes.hazard, lifetimes.bounds
     alive, hits, slot_time = 1.0, 0.0, lifetimes.entering

@@ -52,7 +52,10 @@ class PathRuns(Struct):
 
 @inline
 def new_run(order: PathRuns) -> int:
-    """Return an empty run. At least one position must join the run, otherwise the run's row is lost."""
+    """Return an empty run.
+
+    The caller must add at least one position, otherwise the run's row is never reused.
+    """
     runs = order.runs
     height = runs.shape[0] - 1
     runs[height, SPARE] -= 1

@@ -57,11 +57,15 @@ _NO_REFUSAL = -2.0
 """A write cost below -1 accepts every new block."""
 _PROMISE, _PROMISE_OF_FEW_WRITES = 0.01, 0.02
 TOLERATED, FORGIVEN = 0.4, 0.28
-"""Limits of LRU's lead, as multiples of ``promise * recent``. LRU decides once its lead exceeds `TOLERATED`,
-until the lead falls to `FORGIVEN`. The limits differ to make switches rare: a switch also costs hits."""
+"""Limits of LRU's lead, as multiples of ``promise * recent``.
+
+When the lead exceeds `TOLERATED`, LRU starts to decide. When the lead has fallen to `FORGIVEN`, the policy
+decides again. The limits differ to make switches rare, because a switch also costs hits.
+"""
 RECENT, RECENT_TURNS = 100_000, 4
-"""LRU's lead decays to 1/e in `RECENT` references, or in `RECENT_TURNS` turnovers of the cache if that is
-longer. While LRU decides, the lead decays from `TOLERATED` to `FORGIVEN` in 0.36 times as many references."""
+"""LRU's lead decays to 1/e in `RECENT` references or in `RECENT_TURNS` turnovers of the cache, whichever is
+longer. While LRU decides, the lead decays from `TOLERATED` to `FORGIVEN` in 0.36 times as many references.
+"""
 CREDIT = 0.01
 """Limit of the policy's own lead over LRU, as a share of `State.recent`."""
 VICTIM_TURNS = 4
@@ -69,7 +73,10 @@ VICTIM_TURNS = 4
 because it receives blocks only when the device drops them."""
 _NO_RUN = -1
 _ORDER = -1
-"""Key of `runs.order` for `coldest_of`. The key of a class's list is the list's sentinel."""
+"""Argument `key` of `coldest_of` for a search in `runs.order`.
+
+For a search in the list of a class, the argument is the list's sentinel.
+"""
 
 
 class State(Struct):
@@ -79,8 +86,8 @@ class State(Struct):
         lists: an LRU list for each class.
         runs: all blocks in recency order, grouped by request.
         last: last use of the block in each slot.
-        cursors: slot of each class's candidate, the coldest evictable block; the list's sentinel if no block
-            is evictable. Valid only within a call of `replace`.
+        cursors: for each class, the slot of its candidate, which is the coldest evictable block. If no block
+            is evictable, the entry is the list's sentinel. Valid only within a call of `replace`.
         scores: worth of each candidate. Valid only within a call of `replace`.
         classes: class with which the block in each slot entered.
         entered: batch row of the block that has just entered each slot; ABSENT between calls.
@@ -89,14 +96,15 @@ class State(Struct):
         run, run_time: the run that new blocks of the batch join if their last use was at `run_time`.
         threshold: smallest worth of a new block, as a multiple of the candidate's worth. A negative threshold
             accepts every block.
-        write_cost, victim_write_cost: write cost of blocks of a prefix, and of blocks of a victim tier.
-        warm_up, promise: as in `Hazard`.
+        write_cost, victim_write_cost: `Hazard.write_cost` for the blocks of a prefix, and for the blocks of a
+            victim tier.
+        warm_up, promise: see `Hazard`.
         recent: number of references in which the measured lead of LRU over this policy decays to 1/e.
-        references: the clock, the number of observed block references.
-        now: the clock at the beginning or end of the last request.
+        references: the clock: number of block references observed so far.
+        now: value of the clock when the last request began or ended.
         is_victim_tier: 1 if the blocks of the last store did not form one prefix.
-        oldest_victim: the highest age of recent victims of LRU, in references.
-        lru_decides: 1 while LRU decides, to keep the promise.
+        oldest_victim: highest age, in references, at which LRU has recently evicted a block.
+        lru_decides: 1 while LRU decides, so that the loss stays within `promise`.
     """
 
     history: History
@@ -127,7 +135,7 @@ class State(Struct):
 
 
 class Hazard(CompiledPolicy):
-    """Evicts the block with the fewest expected hits for the time that it would occupy its slot.
+    """Evicts the block with the fewest expected hits for the time that the block would occupy its slot.
 
     Refuses a new block that is worth less than the victim.
 
@@ -135,42 +143,48 @@ class Hazard(CompiledPolicy):
     2. For each class, the policy learns the chance that a block of a given age is used again. It learns
        on-line, from sampled keys of all traffic, resident or not (`Lifetimes`).
     3. This chance determines each block's worth, a Gittins index.
-    4. Each class is an LRU list. The last block of the list is the candidate of the class.
-    5. The victim is the *deepest* remaining block of the request of the candidate with the lowest worth. The
-       deepest block is useless without the preceding blocks, but not the reverse.
+    4. The blocks of a class form an LRU list. The coldest evictable block of the list is the candidate of the
+       class.
+    5. The candidate with the lowest worth is chosen. The victim is the *deepest* remaining block of this
+       candidate's request: the deepest block is useless without the preceding blocks, but they are useful
+       without it.
     6. A new block that is worth less than this candidate is refused, which saves its write. A block that a
        waiting request expects is not refused.
 
     Two guards limit the loss against LRU:
 
-    - At first the policy evicts as LRU. It has no evidence yet about the age at which LRU evicts. This phase
-      lasts three times that age, and in a victim tier at least twelve times the capacity.
+    - At first the policy evicts like LRU, because it has no evidence yet about blocks as old as LRU's
+      victims. This phase lasts three times the age of LRU's victims, and in a victim tier at least twelve
+      times the capacity.
     - An exact simulation of LRU (`ShadowLRU`) counts the blocks that LRU would have served. LRU's lead decays
-      with a time constant of 100,000 references, or four turnovers of the cache if that is more. When the
-      lead exceeds 0.4 of the `promise`, LRU decides until the lead is down to 0.28, about 36,000 references
-      later. (Set duelling, Qureshi et al., ISCA 2007, with the whole cache as the sample.)
+      with a time constant of 100,000 references or four turnovers of the cache, whichever is longer. When the
+      lead exceeds 0.4 of the loss that `promise` allows, LRU starts to decide. When the lead has decayed to
+      0.28 of this loss, about 36,000 references later, the policy decides again. (Set duelling, Qureshi et
+      al., ISCA 2007, with the whole cache as the sample.)
 
-    Blocks that a device serves are not looked up in this tier. They count neither as hits nor as misses. If
-    the engine reports the end of a request (`finished`), ages count from the end. The request's label then
-    becomes part of the class of its blocks.
+    Blocks that a device serves are not looked up in this tier, so they count neither as hits nor as misses.
+    If the engine reports the end of a request (`finished`), the ages of its blocks count from the end, and
+    the request's label becomes part of the class of its blocks.
 
     `write_cost` trades hits for writes: a new block must be worth ``1 + write_cost`` times the victim. The
-    default is 0, and -0.2 in a victim tier, where writes stay in the host.
+    default is 0. In a victim tier the default is -0.2, because its writes stay in the host.
 
     The unit of time is one block reference. Cost per block: three index probes. Cost per victim: a scan of
     the classes that have blocks (at most 50 without labels). Memory: 4 MB, 56 bytes per slot, and 72 bytes
     and the key for each key of history. The history has 65,536 keys, or twice the capacity if that is more.
 
-    The constructor reads the parameters.
+    The attributes are parameters: set them before the policy is constructed, because only the constructor
+    reads them.
 
     Attributes:
         write_cost: see above.
-        history_capacity: keys of history; at least twice the capacity is used.
-        sample_capacity, half_life: as in `Lifetimes`.
+        history_capacity: number of keys of history. If it is less than twice the cache's capacity, twice the
+            capacity is used.
+        sample_capacity, half_life: see `Lifetimes`.
         warm_up: duration of the first guard, as a multiple of the age at which LRU evicts.
-        promise: largest loss of hit ratio against LRU, in a run of 100,000 references or more. A goal that is
-            mostly reached (docs/decisions.md); 1 disables the guard. The default is 0.01. With a `write_cost`
-            above 0, which trades hits for writes, the default is 0.02.
+        promise: largest loss of hit ratio against LRU, in a run of 100,000 references or more. This is a goal
+            that is mostly, but not always, reached (docs/decisions.md). 1 disables the guard. The default is
+            0.01. With a `write_cost` above 0, which trades hits for writes, the default is 0.02.
     """
 
     write_cost: Annotated[float, msgspec.Meta(ge=-1, le=1000)] | None = None
@@ -296,7 +310,10 @@ def _list(own: State, block_class: int, slot: int) -> None:
 
 @Hazard.compiled
 def expect(own: State, path: Path) -> None:
-    """Stop the lives of expected blocks, whose reuse is certain."""
+    """Pause the age of blocks that a waiting request expects, because their reuse needs no prediction.
+
+    Also makes these blocks the most recent blocks of the simulated LRU.
+    """
     history, keys, shadow = own.history, path.index.keys[: path.length], own.history.shadow
     let_age(own.lifetimes, own.references)
     for row in range(path.num_expected - 1, path.foreseen - 1, -1):
@@ -336,7 +353,7 @@ def observe(own: State, path: Path) -> None:
 
 @Hazard.compiled
 def finished(own: State, path: Path) -> None:
-    """Restart the ages of the request's blocks, and add the request's label to the blocks' classes."""
+    """Record the end of a request: the ages of its blocks restart, and its label joins their classes."""
     if path.length == 0:
         return
     history, links, keys = own.history, own.lists.links, path.index.keys[: path.length]
@@ -467,7 +484,7 @@ def _lowest(own: State) -> int:
 
 @inline
 def _is_refused(own: State, lowest: int, block_class: int, last: int) -> bool:
-    """Return True if a new block of this class and last use is worth too little to replace the candidate."""
+    """Return True if a new block is worth too little to replace the candidate, so that it must be refused."""
     worth, score, threshold = _worth(own, block_class, last), own.scores[lowest], own.threshold
     is_older = threshold >= 0.0 and worth == score and last < own.last[own.cursors[lowest]]
     return worth < score * threshold or is_older
@@ -539,7 +556,10 @@ def _replace_as_lru(own: State, new: Entering, cache: Cache, path: Path) -> None
 
 @inline
 def _replace_for_prefix(own: State, new: Entering, cache: Cache, path: Path) -> None:
-    """Choose victims for the blocks of a prefix, head first. All blocks after a refused block are refused."""
+    """Choose victims for the blocks of a prefix, head first.
+
+    If a block is refused, all later blocks are refused, too.
+    """
     _find_candidates(own, cache, path)
     for i in range(new.num_given, new.count):
         lowest = _lowest(own)

@@ -13,8 +13,9 @@ from kvoffload.structures.structs import Struct
 class ShadowLRU(Struct):
     """An exact simulation of LRU beside a policy. The history must have every key that LRU could hold.
 
-    Counts the blocks that the cache serves to each request: after the device's blocks, up to the first
-    missing block. For each request call `compare` for each block, from last to first, then `end_path`.
+    For each request, the served blocks are counted: they begin after the blocks that the device serves, and
+    end before the first missing block. Call `compare` for each block of the request, from last to first, then
+    `end_path`.
 
     Args:
         num_keys: positions of the history.
@@ -22,9 +23,10 @@ class ShadowLRU(Struct):
 
     Attributes:
         blocks: the positions that LRU holds, most recent first.
-        lead: blocks served by LRU minus blocks served by the policy. The policy may change the lead.
-        own_run, lru_run: number of consecutive blocks that the policy, and LRU, hold. Counted from the block
-            that was compared last, towards the end of the request.
+        lead: blocks served by LRU minus blocks served by the policy. The policy that owns the simulation also
+            writes the lead, to let it decay.
+        own_run, lru_run: numbers of consecutive blocks that the policy holds and that LRU holds. Both are
+            counted from the block that was compared last, towards the end of the request.
 
     Memory: 12 bytes per position of the history. Cost: a move in a list for each block.
     """
@@ -80,7 +82,7 @@ def compare(shadow: ShadowLRU, position: int, is_held: bool, asked: bool, is_vic
 
     Args:
         is_held: True if the policy holds the block.
-        asked: False if the device served the block. Then the use counts for neither policy nor LRU.
+        asked: False if the device served the block. The use then counts neither for the policy nor for LRU.
         is_victim_tier: 1 for a victim tier, otherwise 0.
     """
     if asked:

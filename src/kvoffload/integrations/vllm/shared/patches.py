@@ -22,8 +22,8 @@ T = TypeVar("T")
 def take_over(ours: type[T], made: object) -> T:
     """Return an object of class `ours` that has the attributes of the object `made`.
 
-    `ours` must be a subclass of the class of `made`. This replaces a missing option: vLLM's connector always
-    creates its own class of scheduler side.
+    `ours` must be a subclass of the class of `made`. vLLM's connector creates its own class of scheduler
+    side, and has no option for another class.
     """
     taken = ours.__new__(ours)
     vars(taken).update(vars(made))

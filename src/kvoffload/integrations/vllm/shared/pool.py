@@ -41,11 +41,18 @@ SCHEDULER = 0
 _PREFIX, _MAGIC = "kvoffload-", 0x6B766F66_00000003
 _PAGE = mmap.PAGESIZE
 _MAGIC_AT, _SLOTS, _PART_BYTES, _PARTS, _MEMBERS, _HAS_FAILED, _IS_ALLOCATED, _FIRST_MEMBER = range(8)
-"""Words of the header. From `_FIRST_MEMBER` on, each process has a word: 0, or the pid and state bits."""
+"""Positions of words in the header.
+
+From `_FIRST_MEMBER` on, there is one word for each process. It is 0 until the process attaches, then holds
+the pid and state bits.
+"""
 _IS_READY, _HAS_NO_MEMORY = np.uint64(1 << 62), np.uint64(1 << 63)
 _POLL_S = 0.02
 EQUAL, CLOSE, UNJUDGED, DIFFERENT = 1, 2, 3, 4
-"""Results of an audit of a block. A larger number is more serious; 0: not compared."""
+"""Results of an audit of a block.
+
+A larger number is more serious. 0 means that the block was not compared.
+"""
 FINDING = np.dtype(
     [("result", np.uint8), ("group", np.uint8), ("tensor", np.uint16), ("difference", np.float32)]
 )
@@ -55,22 +62,23 @@ FINDING = np.dtype(
 class SharedPool:
     """Slots of blocks in shared memory, with checksums and marks of failed copies.
 
-    A slot has a *part* for each worker. Only this worker writes the part. Exception: with MLA all workers
-    hold the same bytes and write one part. The first process to attach creates the pool and sets the
-    geometry. Later processes must use the same geometry.
+    A slot has a *part* for each worker. Only this worker writes the part. With MLA, however, all workers hold
+    the same bytes, so a slot has a single part that all of them write. The first process to attach creates
+    the pool and sets the geometry. Later processes must use the same geometry.
 
     Attributes:
         num_slots, num_parts, part_bytes: geometry.
         slot_stride: bytes from one slot to the next.
-        checksums: ``(num_parts, num_slots)`` uint64, written by the workers; 0 for none.
+        checksums: ``(num_parts, num_slots)`` uint64, written by the workers; 0 if there is no checksum.
         failed: ``(num_parts, num_slots)`` uint8; 1 for a part that a worker could not copy. A worker sets the
             mark before it reports the job (`fail`). Only the scheduler clears marks (`take_failed`), after
-            all workers have reported the job: with MLA a worker must not clear the mark of another worker.
+            all workers have reported the job. With MLA, a worker could otherwise clear the mark of another
+            worker.
         findings: ``(num_parts, num_slots)`` of `FINDING`: results of audits. A worker writes findings before
             it reports the job. The scheduler clears findings (`take_findings`). If engines share the pool,
             each engine has its own findings, because two engines may audit one slot at the same time.
 
-    Thread: any, for distinct slots.
+    Thread: any. Concurrent calls must use distinct slots.
     """
 
     def __init__(self, path: Path, fd: int) -> None:
@@ -109,14 +117,15 @@ class SharedPool:
             engine_id: equal in all processes of an engine, and different in every other engine.
             member: number of this process in the engine, from 0 to ``num_members - 1``.
             num_parts: parts of a slot.
-            part_bytes: smallest part, in bytes, that this process can use.
+            part_bytes: bytes that this process needs in each part.
             capacity_bytes: memory for slots, all parts together.
-            node_pool: membership in a pool that several engines share; None for a pool of this engine.
+            node_pool: membership in a pool that several engines share. None: the engine has its own pool.
 
         Raises `ConfigError` if there is not enough memory, if another engine uses the pool, or if another
         user of the machine has created a file with our name.
-        Cost: a worker allocates its memory now (`first_touch.take`), because a lack of memory later would
-        kill the process. If engines share the pool, other processes wait for the allocation.
+        Cost: a worker allocates its memory in this call (`first_touch.take`). If memory ran out at a later
+        access, the kernel would kill the process. If engines share the pool, other processes wait for the
+        allocation.
         """
         if node_pool is not None:
             return cls._attach_shared(node_pool, member, num_parts, part_bytes, capacity_bytes)
@@ -149,8 +158,8 @@ class SharedPool:
     ) -> SharedPool:
         """Find or create the slots of a pool that several engines share.
 
-        The first process allocates all memory. Other processes wait for the allocation. The file has no
-        members, because the pool's directory counts the processes.
+        The first process allocates all memory. Other processes wait for the allocation. The header has no
+        words for members, because the pool's directory counts the processes.
         """
         path = node_pool.path / SLOTS
         with locked(path.parent.parent):
@@ -180,7 +189,10 @@ class SharedPool:
 
     @classmethod
     def _make(cls, path: Path, geometry: tuple[int, int, int], num_members: int) -> SharedPool:
-        """Create the file. The file has a temporary name until it is complete: the process may be killed."""
+        """Create the file.
+
+        The file has a temporary name until it is complete, because the process may be killed in between.
+        """
         num_slots, part_bytes, num_parts = geometry
         _, _, num_bytes = _sizes(num_slots, num_parts, part_bytes)
         _check_memory(path.parent, num_bytes)
@@ -252,12 +264,13 @@ class SharedPool:
         Args:
             part: number of the worker.
             slots: slots of the blocks.
-            digests: digests of the blocks' keys. They seed the checksums, so a block in a wrong slot fails.
+            digests: digests of the blocks' keys. They seed the checksums, so that the checksum of a block in
+                a wrong slot does not match.
         """
         self.checksums[part, slots] = self._compute(part, slots, digests)
 
     def verify(self, slots: npt.NDArray[np.int32], digests: Checksums) -> Mask:
-        """Return a mask of the slots whose checksums match in all parts. `digests`: as for `seal`."""
+        """Return a mask of the slots whose checksums match in all parts. `digests`: see `seal`."""
         sound: Mask = np.ones(len(slots), np.bool_)
         for part in range(self.num_parts):
             sound &= self.checksums[part, slots] == self._compute(part, slots, digests)
@@ -272,8 +285,8 @@ class SharedPool:
     def take_failed(self, slots: npt.NDArray[np.int32]) -> Mask | None:
         """Return a mask of the failed slots, and clear the marks. Returns None if no worker has ever failed.
 
-        The scheduler calls this method when a job has ended in all workers. Marks of a dropped job stay. So
-        the next job in a marked slot counts the block as failed.
+        The scheduler calls this method when a job has ended in all workers. If the scheduler drops a job, the
+        job's marks stay. The next job that uses a marked slot then counts its block as failed.
         """
         if not self._header[_HAS_FAILED]:
             return None
@@ -285,7 +298,8 @@ class SharedPool:
     def take_findings(self, slots: npt.NDArray[np.int32]) -> npt.NDArray[Any]:
         """Return the most serious finding of each slot, and clear the findings.
 
-        Shape ``(len(slots),)`` of `FINDING`. The result of a slot is 0 if any part was not compared.
+        The array has the shape ``(len(slots),)`` and the dtype `FINDING`. If any part of a slot was not
+        compared, the slot's result is 0.
         """
         of_parts = self.findings[:, slots]
         self.findings[:, slots] = np.zeros((), FINDING)
@@ -349,7 +363,10 @@ def _findings_of(node_pool: PoolDirectory, shape: tuple[int, ...]) -> npt.NDArra
 
 
 def _open_complete(path: Path) -> int:
-    """Open the slots of a shared pool. Raises `UnavailableError` unless the file has its whole size."""
+    """Open the slots of a shared pool.
+
+    Raises `UnavailableError` if the file has the wrong size, or the magic number of another version.
+    """
     fd = open_own(path, os.O_RDWR)
     header = np.frombuffer(os.pread(fd, 8 * _HAS_FAILED, 0).ljust(8 * _HAS_FAILED, b"\0"), np.uint64)
     num_slots, part_bytes, num_parts = (int(word) for word in header[_SLOTS:_MEMBERS])
@@ -377,7 +394,7 @@ def _share(pool: SharedPool, member: int) -> list[first_touch.Span]:
 
 
 def _sizes(num_slots: int, num_parts: int, part_bytes: int) -> tuple[int, int, int]:
-    """Return the bytes of a slot with padding, of the ledger, and of the whole pool."""
+    """Return three sizes in bytes: of a slot with padding, of the ledger, and of the whole pool."""
     stride, ledger = _pages(num_parts * part_bytes), _pages((9 + FINDING.itemsize) * num_parts * num_slots)
     return stride, ledger, _PAGE + ledger + num_slots * stride
 
@@ -395,7 +412,10 @@ def _slots_for(capacity_bytes: int, num_parts: int, part_bytes: int) -> int:
 
 
 def _check_memory(directory: Path, num_bytes: int) -> None:
-    """Raise `ConfigError` if `num_bytes` exceed the free memory. The kernel would kill a process later."""
+    """Raise `ConfigError` if `num_bytes` exceed the free memory.
+
+    Without this check, the kernel would later kill a process that touches the memory.
+    """
     free, promised = os.statvfs(directory), promised_bytes(directory)
     shm_bytes, ram_bytes = free.f_bavail * free.f_frsize - promised, available_bytes() - promised
     if num_bytes > shm_bytes:
@@ -406,7 +426,7 @@ def _check_memory(directory: Path, num_bytes: int) -> None:
 
 
 def promised_bytes(directory: Path) -> int:
-    """Return the bytes that starting engines have not allocated yet."""
+    """Return the number of bytes that starting engines of this user have reserved but not allocated yet."""
     promised = 0
     for path in [*directory.glob(f"{_PREFIX}*"), *directory.glob(f"{_PREFIX}*/{SLOTS}")]:
         with contextlib.suppress(OSError):

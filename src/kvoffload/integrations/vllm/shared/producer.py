@@ -225,7 +225,7 @@ def _platform(vllm_config: Any) -> Plain:
 def plain(value: Any, depth: int = 0) -> Plain:
     """Convert a value to JSON that is equal in every process: types, enums and functions become names.
 
-    Raises: `ConfigError` for a value with more than 12 levels.
+    Raises: `ConfigError` for a value that is nested more than 12 levels deep.
     """
     if depth > _DEEPEST:
         raise ConfigError(

@@ -193,11 +193,12 @@ WORKER_SHUTDOWN_TIMEOUT_SECONDS WSL2_ENABLE_PIN_MEMORY XGRAMMAR_CACHE_MB XLA_CAC
 XPU_USE_SAMPLER_KERNEL
 """
 ENVIRONMENT_WITHOUT_EFFECT = frozenset(f"VLLM_{name}" for name in _NAMES.split())
-"""Variables of vLLM without effect on KV: logs, addresses, times, memory, text, sampling, secrets. All other
-variables of vLLM that are set are bound."""
+"""Environment variables of vLLM that do not change KV: logs, addresses, times, memory, text, sampling,
+secrets. All other variables of vLLM are bound if they are set.
+"""
 
 OTHER_VARIABLES = (
     "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE",
     "ONEDNN_MAX_CPU_ISA", "CUBLAS_WORKSPACE_CONFIG",
 )  # fmt: skip
-"""Variables of libraries that change how numbers are computed."""
+"""Environment variables of libraries that change how numbers are computed."""

@@ -42,10 +42,11 @@ class Producer:
     """The engine that computes the blocks of its tiers.
 
     Attributes:
-        identity: `EngineFacts.identity`.
-        configuration: `kv_configuration`.
-        weights: name or path, and hub commit, of each model with KV. The main model comes first.
-        not_kept: `why_not_kept` as a function of `are_named`.
+        identity: see `EngineFacts.identity`.
+        configuration: result of `kv_configuration`.
+        weights: for each model whose KV is in blocks, its name or path and its hub commit. The main model
+            comes first.
+        not_kept: function that takes `are_named` and returns the result of `why_not_kept`.
     """
 
     identity: Mapping[str, Any]
@@ -57,7 +58,9 @@ class Producer:
     def of(
         cls, facts: EngineFacts, vllm_config: Any, *, sees_requests: bool = False, **identity: str
     ) -> Producer:
-        """Return the producer of an engine. `identity` adds fields to the engine's identity.
+        """Return the producer of an engine.
+
+        The keyword arguments `identity` are added to the engine's identity.
 
         Raises: `ConfigError` if `vllm_config` is None, because tiers could serve blocks of another
             configuration.
@@ -100,7 +103,7 @@ class EngineTiers:
         self._unused: list[str] = []
 
     def open(self, block_bytes: int, key_bytes: int, *, reports_paths: bool = True) -> list[SecondaryTier]:
-        """Open the tiers, from the fastest to the slowest. `reports_paths`: as in `TierOwner`."""
+        """Open the tiers, from the fastest to the slowest. `reports_paths`: see `TierOwner`."""
         self._unused = []
         if not self.accept(key_bytes):
             return []
@@ -116,7 +119,7 @@ class EngineTiers:
         return open_tiers([tier for tier in self._options if self._is_usable(tier)], owner)
 
     def accept(self, key_bytes: int) -> bool:
-        """Return True if tiers can keep keys of this length. Otherwise give up the tiers, with an error."""
+        """Return True if tiers can keep keys of this length. Otherwise log an error and call `give_up`."""
         if key_bytes != USUAL_KEY_BYTES:
             self.give_up()
             logger.error(
@@ -130,7 +133,7 @@ class EngineTiers:
         self._unused = [str(tier) for tier in self._options]
 
     def log_unreached(self) -> None:
-        """Log the tiers that a reset of the cache does not reach, because the engine does not use them."""
+        """Log the tiers that a reset of the cache does not empty, because the engine does not use them."""
         for place in self._unused:
             logger.error(
                 "kvoffload: this reset does not reach %s, which is not in use: delete its blocks, or old "
@@ -159,7 +162,7 @@ HOST, DISK, EXTERNAL = "host", "disk", "external_unspecified"
 def leave_out_tiers(manager: TieredManager, ctx: RequestContext, req_context: Any) -> None:
     """Forbid loads from the tiers that a request's ``kv_load_tiers`` excludes.
 
-    In vLLM's terms disks are local and shared tiers are remote.
+    vLLM's option distinguishes local from remote tiers. Disks count as local, shared tiers as remote.
     """
     allowed = getattr(req_context, "load_tier_filter", None)
     if allowed is None:
@@ -240,7 +243,7 @@ def is_on_cpu() -> bool:
 
 
 class PoolMemory:
-    """The shared pool as RAM of tiers: whole slots with the parts of all workers.
+    """The shared pool in the form in which tiers access RAM: whole slots, with the parts of all workers.
 
     Args:
         has_checksums: True if workers compute checksums of stored blocks.

@@ -123,7 +123,7 @@ def fences_come_late(vllm_config: Any, kv_cache_config: Any, version: str) -> bo
     step writes to newly allocated blocks. Model runner V2 first zeroes these blocks and makes copy-on-write
     copies (docs/upstream.md, "Fences before writes"). Only models that need zeroing have such early writes.
 
-    An unknown setting counts as late; the cost is a few blocks that are not stored.
+    If a setting is unknown, the result is True. The cost of a wrong True is a few blocks that are not stored.
     """
     number = minor(version)
     if number is not None and number < SINCE_DEVICES:
@@ -197,8 +197,9 @@ RAM = "CPU"
 def events(base: Any, keys: list[bytes], removed: bool, medium: str = RAM) -> list[Any]:
     """Return a list with vLLM's event for blocks that were added to a medium or removed from it.
 
-    If vLLM's events have no owner field, the list for a shared tier is empty: vLLM would read a removal from
-    the tier as a removal from RAM. vLLM's media are names in 0.25 and 0.26, enum members in later versions.
+    If vLLM's events have no owner field, the list for a shared tier is empty, because vLLM would interpret a
+    removal from the tier as a removal from RAM. The media in vLLM's events are names in 0.25 and 0.26, and
+    enum members in later versions.
 
     Args:
         base: ``vllm.v1.kv_offload.base``.

@@ -30,7 +30,7 @@ class Copied(NamedTuple):
 class Copies(Protocol):
     """Copies the blocks of jobs. Jobs of one direction end in the order of their submission.
 
-    Thread: all methods on one thread. If `store` or `load` raises, the job has not begun.
+    Thread: call all methods on one thread. If `store` or `load` raises, the job has not begun.
     """
 
     def store(self, job: int, engine: Any, slots: SlotsSpec) -> None:

@@ -50,7 +50,7 @@ class KVOffloadWorker(OffloadingWorker):
 
     Args:
         blocks_per_chunk: engine blocks in a slot.
-        seal: compute checksums of stored blocks.
+        seal: True to compute checksums of stored blocks.
         auditor: compares the blocks that a store marks as audited; None if no audit is configured.
 
     Attributes:
@@ -85,7 +85,10 @@ class KVOffloadWorker(OffloadingWorker):
             compile_all()
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: SlotsSpec) -> bool:
-        """Begin a store; returns True. Skips incomplete chunks. Audited blocks are compared, not stored."""
+        """Begin a store; returns True.
+
+        Skips incomplete chunks, and compares audited blocks instead of storing them.
+        """
         try:
             blocks, slots, torn = without_torn_groups(src_spec, dst_spec, self._blocks_per_chunk)
             (blocks, slots), audited = audited_apart(blocks, slots, self._blocks_per_chunk)
@@ -114,7 +117,7 @@ class KVOffloadWorker(OffloadingWorker):
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        """Return the jobs that have ended since the last call. The pool has marks of failed blocks."""
+        """Return the jobs that have ended since the last call. Failed blocks are marked in the pool."""
         self._collect()
         done = [
             (job_id, job.result)
@@ -129,8 +132,8 @@ class KVOffloadWorker(OffloadingWorker):
     def wait(self, job_ids: set[int]) -> None:
         """Wait until these jobs have ended. Their blocks and slots may then be reused.
 
-        A job that still runs after this call counts as failed. If fences come late, stores that were in
-        progress at the call are dropped.
+        If waiting fails, the jobs that have not ended count as failed. If fences come late, stores that were
+        in progress when this method was called are dropped.
         """
         known = {job_id for job_id in job_ids if job_id in self._jobs}
         for job_id in known:
@@ -151,7 +154,11 @@ class KVOffloadWorker(OffloadingWorker):
                 self._drop(job)
 
     def _wait_for_audit(self, job: _Job) -> None:
-        """Wait for the comparison. If fences come late, the result is void: blocks may have changed."""
+        """Wait for the comparison.
+
+        If fences come late, the result is discarded, because the engine may have changed blocks during the
+        comparison.
+        """
         if job.auditing is not None and not job.auditing.done():
             job.auditing.exception()
             if self.fences_come_late:
