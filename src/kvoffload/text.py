@@ -47,8 +47,9 @@ def counted(count: int, noun: str) -> str:
 def outside_blocks(share: float | None, ratios: str = "percentages of the prefill") -> list[str]:
     """Return a list with one sentence about the prompt tokens that are in no whole block.
 
-    `share`: the share of these tokens. If `share` is None, the list is empty. `ratios`: the numbers that do
-    not count these tokens.
+    Args:
+        share: share of these tokens, 0 to 1. If it is None, the list is empty.
+        ratios: name of the numbers that leave these tokens out, as a part of the sentence.
     """
     if share is None:
         return []

@@ -1,7 +1,7 @@
 """Sweep: replays of traces through all combinations of a grid. Runs in parallel and can be resumed.
 
-Controls the sequence of steps. The result depends neither on the number of workers nor on interruptions. The
-grid is in `sweep.grid`, the replays are in `sweep.measuring`, and the columns in `sweep.table`.
+Controls the sequence of steps. Neither the number of workers nor an interruption changes the result.
+`sweep.grid` defines the grid, `sweep.measuring` runs the replays, and `sweep.table` defines the columns.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ class SweepResult:
     Attributes:
         rows: a row for each combination, in the order of the traces and axes.
         verdicts: a verdict for each scenario (`verdict.Verdict`).
-        left_out: for each reason, the number of combinations that were left out.
-        from_journal: number of combinations whose replay an earlier run had finished.
-        violations: a line for each row that exceeds an upper bound. Each line proves a bug.
-        warnings: faults of the recordings that change results.
+        left_out: mapping: reason -> number of combinations that were not replayed for this reason.
+        from_journal: number of combinations whose replay an earlier, interrupted run had finished.
+        violations: one line of text for each row with more hits than an optimal or an unlimited cache. Such a
+            row proves a bug of kvoffload.
+        warnings: defects of the recordings that change the results.
     """
 
     rows: list[Row]
@@ -43,12 +44,12 @@ class SweepResult:
 
 
 class Sweep:
-    """A sweep. Use once: construct, then `run`. Invalid options raise `ConfigError` before any work.
+    """A sweep: construct it, then call `run` once. Invalid options raise `ConfigError` at construction.
 
-    If there is an output, finished replays are written to ``OUTPUT.journal``. After an interruption, a sweep
-    with the same output reuses them. A replay is reused only if four things are unchanged: the content of the
-    trace, the configuration, the code of this package, and the code of the policies. The journal is removed
-    when the output is written.
+    If the sweep has an output file, finished replays are written to ``OUTPUT.journal``. After an
+    interruption, a sweep with the same output file reuses the finished replays. A replay is reused only if
+    four things are unchanged: the content of the trace, the configuration, the code of this package, and the
+    code of the policies. The journal is removed when the output file is written.
 
     Args:
         traces: files, or names of built-in workloads.
@@ -58,7 +59,7 @@ class Sweep:
         timings: add a column with the seconds of each replay.
 
     Attributes:
-        progress: progress of the run, also after an interruption.
+        progress: progress of the run. It stays readable after an interruption.
     """
 
     def __init__(
@@ -84,15 +85,15 @@ class Sweep:
 
     @property
     def journal_path(self) -> Path | None:
-        """Path of the journal; None without an output."""
+        """Path of the journal; None if the sweep has no output file."""
         return self._work.journal_path
 
     def run(self, on_progress: OnProgress = lambda progress: None) -> SweepResult:
         """Run the replays that the journal does not have, and write the output.
 
         Raises:
-            ConfigError: the output cannot be written, a size is below one block of a trace, or the scheduler
-                does not answer.
+            ConfigError: the output cannot be written, a size is smaller than one block of a trace, or the
+                Dask scheduler does not answer.
             TraceError: a trace cannot be read.
             SweepError: a replay failed. The journal keeps the replays finished until then.
         """

@@ -16,11 +16,11 @@ from kvoffload.sweep.grid import Point
 from kvoffload.sweep.task import Measurement, TraceSource
 
 YARDSTICK = "lru"
-"""Policy with which all policies are compared."""
+"""Baseline policy: every other policy is compared with it."""
 
 _SMALLEST_GAP = 0.001
-"""`gap_closed` is computed only if the optimum's hit ratio exceeds the baseline's by at least this number.
-Shares of a smaller gap are noise."""
+"""Smallest difference between the hit ratios of the optimum and of the baseline for which `gap_closed` is
+computed. With a smaller difference the quotient would be noise."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,10 +30,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         trace, trace_sha256: name and content digest of the trace.
         share_outside_blocks: share of the prompt tokens that are in no whole block. Ratios do not count these
             tokens. Null if unknown.
-        capacity, device, tiers: sizes of RAM, the device cache and the tiers behind RAM, as typed.
+        capacity, device, tiers: sizes of RAM, the device cache and the tiers behind RAM, as the user wrote
+            them.
         capacity_blocks, device_blocks, tier_blocks: these sizes in blocks.
-        decode_tokens_per_s, queue_requests, instances, routing, shared_ram: assumptions, as in
-            `ReplayConfig`. Sizes are per instance, also with `shared_ram`.
+        decode_tokens_per_s, queue_requests, instances, routing, shared_ram: assumptions of the replay, see
+            `ReplayConfig`. All sizes are for one instance, even if instances share RAM.
         prefix_hit_ratio: block references served by device, RAM and tiers. A request's hits end at its first
             missing block.
         ci_low, ci_high, ci_correlation: confidence interval of the prefix-hit ratio (`bootstrap.Interval`);
@@ -48,9 +49,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         tier_writes_per_ref: blocks written to the tiers behind RAM, per reference.
         optimum_hit_ratio: upper bound for any policy with these sizes; null if unknown.
         infinite_hit_ratio: prefix-hit ratio of an unlimited cache.
-        baseline: policy and admission rule of the row with which this row is compared: LRU with ``all`` or,
-            if ``all`` is not swept, with the sweep's first rule. Both rows have equal sizes, store mode,
-            tiers and `shared_ram`. Null without LRU.
+        baseline: policy and admission rule of the row with which this row is compared. The policy is LRU. The
+            rule is ``all`` or, if the sweep does not include ``all``, the sweep's first rule. Both rows have
+            equal sizes, store mode, tiers and `shared_ram`. Null if the sweep does not include LRU.
         diff_vs_lru: prefix-hit ratio minus the prefix-hit ratio of the baseline.
         diff_low, diff_high, diff_correlation: paired confidence interval of this difference. The difference
             is significant if the interval does not contain 0.
@@ -117,7 +118,8 @@ class TimedRow(Row, frozen=True, kw_only=True):
     """Row with a time measurement. The time differs from run to run.
 
     Attributes:
-        control_plane_s: CPU seconds of decisions, while other replays ran on the machine.
+        control_plane_s: CPU seconds that the decisions took. Other replays may have run on the machine at the
+            same time.
     """
 
     control_plane_s: float
@@ -129,7 +131,7 @@ class SweptTrace:
 
     Attributes:
         refs: number of block references in each window (`bootstrap.window_sums`).
-        share_outside_blocks, warnings: as in `Trace`.
+        share_outside_blocks, warnings: see `Trace`.
     """
 
     source: TraceSource
@@ -147,7 +149,7 @@ class Runs:
 
     Attributes:
         traces, points: traces and points of the sweep.
-        measured: a measurement for each point, in their order.
+        measured: a measurement for each point, in the order of `points`.
         seed, resamples: parameters of the intervals.
     """
 
@@ -175,7 +177,7 @@ class Runs:
 
 
 def rows_of(runs: Runs, *, block_bytes: int | None = None, timings: bool = False) -> list[Row]:
-    """Create a row for each point, in their order, without verdicts.
+    """Create a row for each point, in the order of the points. The rows have no verdicts yet.
 
     Args:
         block_bytes: bytes of a block; None if unknown.
@@ -202,7 +204,10 @@ def rows_of(runs: Runs, *, block_bytes: int | None = None, timings: bool = False
 
 
 def violations(rows: Sequence[Row]) -> list[str]:
-    """Describe each row that exceeds an upper bound. Such rows prove a bug of kvoffload."""
+    """Describe each row with more hits than an optimal policy or an unlimited cache.
+
+    Such a row proves a bug of kvoffload.
+    """
     lines = []
     for row in rows:
         bounds = {"an optimal policy": row.optimum_hit_ratio, "a cache without limit": row.infinite_hit_ratio}
@@ -219,14 +224,14 @@ def violations(rows: Sequence[Row]) -> list[str]:
 
 
 def _sizes(point: Point) -> tuple[object, ...]:
-    """Return a key of trace and sizes. The best rows are marked among all rows with equal keys."""
+    """Return a grouping key: trace and sizes. `Row.among_best` compares all rows that have the same key."""
     return point.trace, point.device, point.capacity, point.config.tier_blocks
 
 
 def place(point: Point) -> tuple[object, ...]:
     """Return the key of a point's scenario: trace, sizes, separate or shared RAM, store mode, and tiers.
 
-    The rows of a scenario have the same baseline and verdict.
+    All rows of a scenario are compared with the same baseline, and share one verdict.
     """
     return *_sizes(point), point.config.shared_ram, point.config.store, point.tiers
 
@@ -250,7 +255,7 @@ def _best(points: Sequence[Point], measured: Sequence[Measurement]) -> dict[tupl
 
 
 def _row(runs: Runs, number: int, block_bytes: int | None) -> Row:
-    """Create the row of point `number`, without comparisons with other rows."""
+    """Create the row of point `number`. The columns that compare it with other rows stay empty."""
     point, report = runs.points[number], runs.measured[number].report
     trace, config, interval = runs.traces[point.trace], point.config, runs.ratio(number)
     tiers = report.tiers[1:]

@@ -1,6 +1,7 @@
 """Tasks of a sweep. A task is one replay; any kind of worker can run it.
 
-Tasks and results are plain values, because a worker may be another process or machine. A failure is a result.
+Tasks and results are plain values, because a worker may be another process or machine. A replay that fails
+returns a `Failure` instead of raising.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class Measurement(msgspec.Struct, frozen=True):
 
     Attributes:
         window_hits: number of prefix hits in each window (`bootstrap.window_sums`).
-        instance_window_hits: with several instances, the same for each instance. The windows are windows of
-            the instance's own requests. Instances without block references are left out.
+        instance_window_hits: with several instances, a list like `window_hits` for each instance. Its windows
+            divide the requests of that instance only. Instances without block references are left out.
     """
 
     report: ReplayReport
@@ -59,11 +60,11 @@ class Share:
     """Part of a trace that one replica serves; the defaults mean the whole trace.
 
     Attributes:
-        load: concurrent sessions, as a multiple of the concurrent sessions in the recording (`traces.load`).
+        load: factor by which the arrival rate of sessions is multiplied (`traces.load.at_load`).
         routing: rule that assigns requests to replicas (`replay.routing`).
         replicas: number of replicas.
         replica: number of this replica, 0 to `replicas` - 1.
-        one_in: keep one session in this many (`traces.load.one_session_in`).
+        one_in: keep one of every `one_in` sessions (`traces.load.one_session_in`).
     """
 
     load: float = 1.0
@@ -110,7 +111,7 @@ class Task:
 
 
 def load(source: TraceSource) -> Trace:
-    """Read a trace. A process caches the last two traces, because consecutive tasks often use one trace.
+    """Read a trace. A process caches the last two traces, because consecutive tasks often use the same trace.
 
     Raises: errors of `load_trace`, and `TraceError` if the content does not match `source.digest`.
     """
@@ -164,9 +165,10 @@ def attempt(task: Task) -> Measurement | Failure:
 
 
 def attempt_with(trace: Trace | None, task: Task) -> Measurement | Failure:
-    """Run a task with this trace; None: read the trace.
+    """Run a task on `trace`. If `trace` is None, read the trace from the task's source.
 
-    Returns a `Failure` instead of raising: an exception of a third party's policy may not be picklable.
+    Returns a `Failure` instead of raising, because a third-party policy may raise an exception that cannot be
+    pickled.
     """
     try:
         run = replay_of(trace or load(task.source), task.config)
@@ -206,7 +208,10 @@ def code_digest(policy: str = "", admission: str = "") -> str:
 
 
 def code_digests(config: ReplayConfig | None) -> list[str]:
-    """Compute `code_digest` for each cache of a configuration; if `config` is None, for the device caches."""
+    """Compute `code_digest` for RAM and for each tier that has a policy.
+
+    If `config` is None, a device cache is replayed: returns the one digest of this package.
+    """
     if config is None:
         return [code_digest()]
     caches: list[tuple[object, str]] = [(config.policy, config.admission)]

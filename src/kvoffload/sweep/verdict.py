@@ -1,8 +1,8 @@
 """Verdicts of a sweep: for each scenario the best policy and admission rule, and their lead over LRU.
 
 A scenario (`table.place`) is one combination of trace, sizes, store mode, tiers, and separate or shared RAM.
-This module formats the sentences of the summary. It knows rows of results and confidence intervals; it
-replays nothing.
+This module formats the sentences of the summary from rows of results and confidence intervals. It replays
+nothing.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ class Verdict:
 
     Attributes:
         number: index of the best row among all rows of the sweep.
-        best: the row with most prefix hits. If several rows have as many, the LRU row or else the first.
+        best: the row with most prefix hits. If several rows tie, `best` is the LRU row if it is among them,
+            or else the first of them.
         baseline: the LRU row of this scenario; None without LRU. May be the same row as `best`.
         where: the scenario in words, without trace and device: ``at 5%, on-compute``.
-        certainty: certainty of the lead of `best` over `baseline`; UNKNOWN without an interval.
-        alike: rows whose difference from `best` is not significant, most hits first. If there are no
-            intervals: rows with as many hits as `best`. The baseline is never in `alike`.
+        certainty: certainty of the lead of `best` over `baseline`; UNKNOWN if there is no interval.
+        alike: rows whose difference from `best` is not significant, most hits first. If the trace is too
+            short for intervals, `alike` has the rows with exactly as many hits as `best`. The baseline is
+            never in `alike`.
         rivals: number of other rows of this scenario.
     """
 
@@ -98,10 +100,12 @@ class Verdict:
 
 
 def certainty_of(low: float | None, correlation: float | None) -> Certainty:
-    """Classify a difference by its interval; UNKNOWN without an interval.
+    """Classify a difference by its interval.
+
+    Without an interval, both arguments are None and the result is UNKNOWN.
 
     Args:
-        low: low end of the interval.
+        low: lower limit of the interval.
         correlation: correlation of neighbouring windows.
     """
     if low is None or correlation is None:
@@ -121,7 +125,7 @@ def verdicts_of(
         difference: takes the indices of two rows, and returns the paired interval of the first row's ratio
             minus the second row's ratio.
 
-    Cost: one interval for each row.
+    Cost: computes about one interval for each row.
     """
     places: dict[tuple[object, ...], list[int]] = {}
     for number, point in enumerate(points):
@@ -142,7 +146,7 @@ def verdicts_of(
 
 
 def ram_of(row: Row) -> str:
-    """Name the pools of a row: ``shared RAM`` or ``separate RAM``."""
+    """Return the text ``shared RAM`` or ``separate RAM``, as the row's instances use RAM."""
     return "shared RAM" if row.shared_ram else "separate RAM"
 
 

@@ -35,11 +35,11 @@ class Workers(Protocol):
 
 
 class LocalWorkers:
-    """Up to `jobs` worker processes. If there is only one job or one task, it runs in this process.
+    """Up to `jobs` worker processes. If `jobs` is 1 or there is a single task, tasks run in this process.
 
-    Processes are spawned, because a fork would copy held locks of numpy's and numba's threads. Each process
-    caches its last traces between calls of `results`. Worker processes end when this process ends, even if it
-    is killed.
+    Processes are spawned, because a fork would copy locks that threads of numpy and numba hold. Each process
+    caches its last traces between calls of `results`. Worker processes end when this process ends, even if
+    this process is killed.
     """
 
     def __init__(self, jobs: int) -> None:
@@ -93,9 +93,9 @@ class LocalWorkers:
 
 @contextlib.contextmanager
 def _sigint_waits() -> Iterator[None]:
-    """Block SIGINT in processes that are started in this context. They inherit the signal mask.
+    """Block SIGINT in the processes that are started in this context, because they inherit the signal mask.
 
-    Ctrl-C reaches every process of a terminal, but only the parent handles it.
+    Ctrl-C sends SIGINT to every process of a terminal, but only the parent process should handle it.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -105,7 +105,7 @@ def _sigint_waits() -> Iterator[None]:
 
 
 def _begin_worker() -> None:
-    """Prepare a worker process: it ends with its parent, and does not repeat the parent's warnings."""
+    """Let this worker process end with its parent, and suppress warnings that the parent already shows."""
     logging.getLogger("kvoffload.traces").setLevel(logging.ERROR)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

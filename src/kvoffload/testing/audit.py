@@ -59,8 +59,9 @@ def audit(manager: Any) -> None:
 def snapshot(thing: Any, ignore: Collection[str] = ()) -> Any:
     """Return the whole nested state of `thing` as values that can be compared with ``==``.
 
-    Equal snapshots prove that the state has not changed. Arrays are compared byte by byte. Where an array, a
-    struct or an object occurs again, the snapshot has the number of its first occurrence.
+    Equal snapshots prove that the state has not changed. Arrays are compared byte by byte. An array, a struct
+    or an object that occurs several times is expanded once; its further occurrences refer to the first by
+    number.
 
     Args:
         thing: an object of plain values, containers, arrays and objects, without cycles of containers.
@@ -70,7 +71,11 @@ def snapshot(thing: Any, ignore: Collection[str] = ()) -> Any:
 
 
 def _snapshot(thing: Any, ignore: frozenset[str], seen: dict[int, tuple[int, Any]]) -> Any:
-    """Return the snapshot of a part. `seen` has the number of each earlier part, and keeps the part alive."""
+    """Return the snapshot of a part.
+
+    `seen` maps the `id` of each part so far to the part's number and the part. The reference to the part
+    keeps its `id` from being reused.
+    """
     if thing is None or isinstance(thing, (bool, int, str, bytes, Enum, type)):
         return thing
     if isinstance(thing, float):
@@ -120,8 +125,8 @@ def state_of(thing: Any) -> bytes | Any:
     """Return the whole state of a policy or an admission rule, as a value that can be compared with ``==``.
 
     Unlike `snapshot`, this function handles cycles and foreign objects (`random.Random`). Compare only states
-    of one object at different times, because equal objects may have different states. Leaves out the `index`
-    of a policy, which belongs to the manager.
+    of the same object at different times: two objects that behave equally may have different states. The
+    `index` of a policy is left out, because it belongs to the manager.
     """
     state = {name: value for name, value in vars(thing).items() if name != "index"}
     try:
@@ -131,7 +136,7 @@ def state_of(thing: Any) -> bytes | Any:
 
 
 def duplicate_slots(manager: OffloadingManager) -> list[int] | None:
-    """Return the slots of the duplicates in order of eviction; None unless this is a victim tier."""
+    """Return the slots of the duplicates in order of eviction; None if the manager is not a victim tier."""
     mode = manager.store_mode
     return mode.cache.duplicates.members(0) if mode.follows_device else None
 
@@ -221,7 +226,10 @@ def _audit_index(label: str, index: Index, positions: set[int]) -> None:
 
 @kernel
 def _first_fault(links: I32Matrix, num_positions: int) -> int:
-    """Walk every list. Returns a faulty row; ``len(links)`` if a listed row was not reached; -1 if sound."""
+    """Walk every list, and return the first row with a faulty link.
+
+    Returns -1 if all lists are sound, and ``len(links)`` if a row is marked as listed but is in no list.
+    """
     num_listed = 0
     for sentinel in range(num_positions, links.shape[0]):
         row, size = sentinel, 0

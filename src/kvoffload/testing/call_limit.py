@@ -10,15 +10,21 @@ from kvoffload.core.policy import EvictionPolicy
 
 
 class EndlessLoopError(BaseException):
-    """A call of a policy does not return. A `BaseException`, so that Hypothesis does not shrink it."""
+    """Raised in a call of a policy that does not return.
+
+    Derived from `BaseException`, because Hypothesis would try to shrink the failure if it were an
+    `Exception`.
+    """
 
 
 class CallLimit:
-    """A CPU time limit for each call of a policy: between `cpu_s` and twice `cpu_s`.
+    """A CPU time limit for each call of a policy.
 
-    From `begin` to `end`, a timer checks after every `cpu_s` seconds of CPU time if the policy is still in
-    the same call. Loops in compiled code are not detected, because Python delays signals until the code
-    returns. Thread: main. In other threads there is no limit.
+    A call is stopped after between `cpu_s` and twice `cpu_s` seconds.
+
+    From `begin` to `end`, a timer runs every `cpu_s` seconds of CPU time. It raises `EndlessLoopError` if the
+    policy is still in the same call as one period earlier. Loops in compiled code are not detected, because
+    Python delays signals until the code returns. Thread: main; in other threads the class does nothing.
     """
 
     def __init__(self, cpu_s: float) -> None:

@@ -53,7 +53,7 @@ _ROLES = ("may leave", "pinned", "in flight", "of the storing request", "damaged
 
 
 def fatal(check: Check) -> Check:
-    """Decorator for a fatal check. After its failure other checks are useless, and pytest skips them."""
+    """Decorator for a fatal check. If it fails, further checks would tell nothing, and pytest skips them."""
 
     @wraps(check)
     def run(self: PolicyConformance) -> None:
@@ -69,18 +69,18 @@ def fatal(check: Check) -> Check:
 class PolicyConformance:
     """Base class of a policy's tests: set `policy`, and pytest runs every check on the policy.
 
-    Cheap checks run first. After a failure of a `fatal` check later checks are skipped. Random checks print
-    the seed, or Hypothesis shrinks the failure for at most 5 s of CPU time. A run takes about 10 s of CPU
-    time. Each check is a method. To disable a check, set it to None.
+    Cheap checks run first. If a `fatal` check fails, later checks are skipped. A random check that fails
+    prints its seed. A Hypothesis check that fails is shrunk for at most 5 s of CPU time. A run takes about 10
+    s of CPU time. Each check is a method; to disable a check, set it to None in your subclass.
 
     Attributes:
         policy: a name, ``module:Class``, ``path/to/file.py:Class``, or the class.
         twin: another policy that must make the same decisions, or None.
         admissions: admission rules to combine with the policy, ``all`` first.
         max_examples: number of Hypothesis examples in each check.
-        remembers_blocks: number of new blocks after which the state of a policy for 16 blocks must stop
-            growing.
-        call_cpu_s: largest CPU time of one call of a policy in Python.
+        remembers_blocks: number of new blocks after which the state of a policy with a capacity of 16 blocks
+            must stop growing.
+        call_cpu_s: limit, in CPU seconds, of one call of a policy that is written in Python.
         failed_check: name of the fatal check that failed; set by the suite.
     """
 
@@ -107,7 +107,10 @@ class PolicyConformance:
 
     @fatal
     def test_it_is_found_and_says_its_name(self) -> None:
-        """Check that the policy can be found, has a name, reports numbers in `stats` and an empty `order`."""
+        """Check that the policy can be found and has a name.
+
+        A new policy reports numbers in `stats`, and its `order` is empty.
+        """
         policy_class = POLICIES.find(self.policy)
         missing = sorted(getattr(policy_class, "__abstractmethods__", ()))
         assert not missing, f"{policy_class.__name__} does not implement {', '.join(missing)}"
@@ -127,7 +130,8 @@ class PolicyConformance:
     def test_first_steps(self) -> None:
         """Check short scripts of stores, loads, failures and damage, with an audit after each step.
 
-        Finds the worst faults in about a second: a protected victim, a leaked slot, an exception.
+        Finds the worst faults in about a second: an evicted block that was protected, a leaked slot, an
+        exception.
         """
         failure = first_failure(lambda capacity, store: _manager(self.policy, capacity, store))
         if failure is not None:
@@ -152,7 +156,8 @@ class PolicyConformance:
     def test_life_cycle(self) -> None:
         """Check every invariant of a manager at every step of random histories.
 
-        Also checks that `order` has exactly the resident blocks, and that events give the readable blocks.
+        Also checks that `order` lists exactly the resident blocks, and that a reader of the manager's events
+        knows exactly the readable blocks.
         """
         lives = [("all", 1, self.max_examples // 4)]
         lives += [(admission, 5, self.max_examples // len(self.admissions)) for admission in self.admissions]
@@ -179,7 +184,7 @@ class PolicyConformance:
         check_examples(check, scripts(), hints, capacities, max_examples=self.max_examples)
 
     def test_every_block_can_leave(self) -> None:
-        """Check that the policy finds the only evictable block after random histories."""
+        """Check after random histories that each block can be evicted when it is the only evictable block."""
         for seed in SEEDS:
             manager = _full_manager(self.policy, 7, seed)
             for last in _resident(manager):
@@ -194,14 +199,18 @@ class PolicyConformance:
                 audit(manager)
 
     def test_asking_changes_nothing(self) -> None:
-        """Check that neither a refusal nor a query, such as `stats` or `order`, changes the policy."""
+        """Check that refused stores, and queries such as `stats` and `order`, do not change the policy."""
         for seed in SEEDS:
             _check_asking(_full_manager(self.policy, 6, seed), seed)
 
     # ---- as a victim tier
 
     def test_life_as_a_victim_tier(self) -> None:
-        """Check random histories of a victim tier. Duplicates leave the policy's order and return later."""
+        """Check random histories of a victim tier.
+
+        There a block leaves the policy's order while the device holds a duplicate, and returns to the order
+        later.
+        """
         _run_machine(
             manager_machine(
                 self.policy,
@@ -213,9 +222,11 @@ class PolicyConformance:
         )
 
     def test_it_is_told_of_blocks_that_return(self) -> None:
-        """Check that `access` marks exactly the dropped blocks that were used again.
+        """Check the `reused` flags that a policy of a victim tier gets in `access`.
 
-        A policy that observes all traffic, or that ignores uses, gets no marks (`needs_returns`).
+        The flag of a dropped block is True exactly if a request has used the block again since it was
+        computed. A policy whose `needs_returns` is False gets no True flag: it observes all traffic, or
+        ignores uses.
         """
         policy_class = POLICIES.find(self.policy)
         accesses: list[tuple[bytes, bool]] = []
@@ -423,7 +434,7 @@ def _size_of_class(policy: type) -> int:
 
 
 def _check_protection(manager: OffloadingManager, roles: list[str], touched: list[int], offered: int) -> None:
-    """Fill a cache with blocks in these roles, offer new blocks, and check the victims."""
+    """Fill a cache with a block for each role, offer new blocks, and check which blocks were evicted."""
     keys = [key_of(number, _KEY_BYTES) for number in range(len(roles))]
     for key, role in zip(keys, roles, strict=True):
         entering = _store(manager, [key])

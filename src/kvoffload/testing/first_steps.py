@@ -1,7 +1,7 @@
 """A fast check of a policy with short scripts. A failing script is reduced in bounded time.
 
-Finds the worst faults (a protected victim, a leaked slot, a method that raises) in about a second. State
-machines search deeper and need longer.
+In about a second the check finds the worst faults: an evicted block that was protected, a leaked slot, a
+method that raises. State machines search deeper and need longer.
 """
 
 from __future__ import annotations

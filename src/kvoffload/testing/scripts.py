@@ -1,7 +1,7 @@
 """Random scripts for managers, and logs of the decisions. Used to compare policies.
 
-A script is data that several managers can play. Steps refer to requests, keys and jobs by numbers that are
-valid for every manager. Managers with equal decisions give equal logs.
+A script is a list of steps that can be played on any manager: steps refer to requests, keys and jobs by
+number. Managers with equal decisions give equal logs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ any_hints = st.builds(
 """Arbitrary hints, including invalid values."""
 
 Step: TypeAlias = tuple[str, int, list[int]]
-"""A step: action, number of a request or job, and numbers of keys."""
+"""A step of a script: an action, the number of a request or job, and the numbers of keys."""
 
 ACTIONS = (
     ["store", "stored"] * 4
@@ -45,14 +45,20 @@ ACTIONS = (
 
 
 def scripts(num_keys: int = 12, num_requests: int = 3, max_steps: int = 60) -> st.SearchStrategy[list[Step]]:
-    """Draw scripts of interleaved requests over prefixes of a few chains."""
+    """Draw scripts in which requests interleave.
+
+    Each request uses a prefix of one of a few chains of keys.
+    """
     chain = st.tuples(st.integers(0, num_keys - 1), st.integers(1, 5)).map(lambda r: [*range(r[0], sum(r))])
     step = st.tuples(st.sampled_from(ACTIONS), st.integers(0, num_requests - 1), chain)
     return long_lists(step, max_steps)
 
 
 def random_script(seed: int, num_steps: int, settle: bool = False) -> list[Step]:
-    """Generate a long script from a seed. If `settle`, the script ends every job and request."""
+    """Generate a long script from a seed.
+
+    If `settle` is True, the last steps end every open job and request.
+    """
     rng = random.Random(seed)
     script: list[Step] = []
     for _ in range(num_steps):

@@ -18,13 +18,19 @@ SHRINK_CPU_S = 5.0
 
 
 class _TimeIsUp(BaseException):
-    """Error after the time limit of shrinking. Hypothesis stops at a `BaseException`."""
+    """Raised when the time for shrinking is over.
+
+    Derived from `BaseException`, because Hypothesis stops at such an error.
+    """
 
 
 def check_examples(
     check: Callable[..., None], *strategies: st.SearchStrategy[Any], max_examples: int
 ) -> None:
-    """Run a check on random arguments. Reports the smallest failure after `SHRINK_CPU_S` of shrinking."""
+    """Run a check on random arguments.
+
+    If it fails, shrink for at most `SHRINK_CPU_S`, and raise the smallest failure.
+    """
     limit = _Limit()
 
     @wraps(check)
@@ -41,7 +47,7 @@ def check_examples(
 
 
 def run_machine(machine: type[RuleBasedStateMachine]) -> None:
-    """Run a state machine. Reports the smallest failure after `SHRINK_CPU_S` of shrinking."""
+    """Run a state machine. If it fails, shrink for at most `SHRINK_CPU_S`, and raise the smallest failure."""
     limit = _Limit()
 
     def teardown(self: RuleBasedStateMachine) -> None:
@@ -67,7 +73,10 @@ class _Limit:
         self._failed_at_s: float | None = None
 
     def after_example(self) -> None:
-        """Record the first failure, or raise `_TimeIsUp`. Call in a ``finally`` block, for `sys.exc_info`."""
+        """Record the time of the first failure. Raise `_TimeIsUp` if the time limit after it has passed.
+
+        Call this method in a ``finally`` block: it reads the example's error from `sys.exc_info`.
+        """
         error, now_s = sys.exc_info()[1], time.process_time()
         is_failure = isinstance(error, Exception) and not isinstance(error, HypothesisException)
         if self._failed_at_s is None:

@@ -47,10 +47,13 @@ from kvoffload.testing.audit import audit, duplicate_slots, snapshot
 from kvoffload.testing.scripts import any_hints, colliding_keys
 
 NUM_KEYS = 20
-"""More than the first room of a path (`core.request`), so that paths grow."""
+"""Number of different keys.
+
+It exceeds the initial size of a request's path (`core.request`), so that paths grow.
+"""
 WRITING, READY = LookupResult.HIT_PENDING, LookupResult.HIT
 _SCRATCH = ("dropped", "givers", "usable_free", "is_owed", "on_path")
-"""Fields that a refused store may change: a counter, and values that every store sets."""
+"""Names of the fields that a refused store may change: a counter, and values that every store sets."""
 
 runs = st.tuples(st.integers(0, NUM_KEYS - 1), st.integers(0, 8)).map(lambda r: [*range(r[0], sum(r))])
 batches = st.one_of(runs, st.lists(st.integers(0, NUM_KEYS - 1), max_size=8))
@@ -63,7 +66,7 @@ class Request:
 
     Attributes:
         accessed: keys that the request has touched or stored.
-        cut: first key of the policy's last refusal.
+        cut: first key that the policy refused in its last refusal.
     """
 
     ctx: RequestContext | None
@@ -134,7 +137,10 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(target=requests)
     def begin_without_context(self) -> Request:
-        """Create a request whose calls have no context. Each call then counts as a separate request."""
+        """Create a request of the model whose calls pass no context.
+
+        The manager counts each call as a separate request.
+        """
         return Request(None)
 
     @rule(request=consumes(requests), hints=any_hints)
@@ -239,7 +245,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(numbers=runs)
     def serve(self, numbers: list[int]) -> None:
-        """Run a whole request: load the resident blocks, store the others."""
+        """Run a whole request: load the blocks that are resident, and store the other blocks."""
         request = self.begin(numbers)
         self.complete_load(self.prepare_load(request, numbers), damaged=set())
         if self._is_victim_tier:
@@ -279,7 +285,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(target=loads, numbers=batches)
     def pin(self, numbers: list[int]) -> Job:
-        """Start to read blocks for another tier."""
+        """Pin blocks, as for a write to another tier."""
         keys = self._keys(numbers)
         ready, _ = self._expected_lookup(keys)
         if ready < len(keys):
@@ -338,7 +344,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.state) == self.manager.capacity_blocks)
     @rule()
     def reset_after_jobs_were_lost(self) -> None:
-        """Reset as after a broken connection: no transfer runs, and completions have no effect."""
+        """Reset as after a broken connection: no transfer runs, and later completions have no effect."""
         self.manager.reset(drop_in_flight=True)
         for job in self.jobs:
             job.stale, job.void = False, True
@@ -390,14 +396,17 @@ class ManagerMachine(RuleBasedStateMachine):
     # ---- checks of plans
 
     def _is_cut(self, request: Request, missing: list[bytes]) -> bool:
-        """Return True if the missing blocks come after a refused, absent block of the request."""
+        """Return True if the missing blocks cannot be stored.
+
+        They cannot if an earlier block of the request was refused, and is still absent.
+        """
         if request.ctx is None or request.cut is None or request.cut in self.state or not missing:
             return False
         path = [*request.path]
         return path.index(missing[0]) > path.index(request.cut)
 
     def _check_prefix(self, plan: StorePlan, missing: list[bytes], room: int, num_given: int) -> None:
-        """Check that a plan has the leading missing blocks that are admitted and have room."""
+        """Check that a plan stores as many leading missing blocks as are admitted and have room."""
         stored = len(plan.keys)
         assert plan.keys == missing[:stored], "not the head of the missing blocks"
         assert stored + plan.num_dropped + plan.num_refused == len(missing), (
@@ -419,7 +428,7 @@ class ManagerMachine(RuleBasedStateMachine):
         room: int,
         num_given: int,
     ) -> None:
-        """Check a plan of blocks that the device drops. Each block may enter independently."""
+        """Check a plan of blocks that the device drops. Each block may be stored without its predecessors."""
         considered, dropped = admitted[:room], admitted[room:]
         stored = list(plan.keys)
         refused = [key for key in considered if key not in stored]
@@ -497,7 +506,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return True
 
     def _end_wait(self, ctx: RequestContext) -> None:
-        """Remove a waiting request, then expect further keys of other waiting requests, oldest first."""
+        """Remove a waiting request. In its room, expect keys of other waiting requests, oldest first."""
         if self.waiting.pop(ctx, None) is not None:
             self.is_full = self.is_full and not all(map(self._expect_all, self.waiting))
 
@@ -542,12 +551,12 @@ def manager_machine(
     """Create a state machine for managers with this policy and admission. pytest runs its `TestCase`.
 
     Args:
-        policy: as for `OffloadingManager`.
+        policy: argument of `OffloadingManager`.
         admission: a name, or a function that creates a rule. Each manager needs its own rule.
         store: ``on-compute``, or ``on-device-eviction`` for a victim tier.
         capacity_blocks: number of slots. Choose a small number, so that there is often no room.
         key_bytes: length of the keys.
-        max_examples: number of random histories; None: the number in Hypothesis' profile.
+        max_examples: number of random histories. If it is None, Hypothesis' profile states the number.
         step_count: maximum number of steps in a history.
         base: a subclass with further rules.
     """

@@ -1,7 +1,7 @@
 """The cascade: offers RAM's blocks to the tiers behind RAM. The tiers write in the background.
 
-Owns the blocks that are pinned for writes, and the queues of busy tiers. Each tier's admission rule and
-policy decide which blocks the tier stores.
+Owns two things: the pins of blocks that are being written, and a queue of blocks for each busy tier. Each
+tier's admission rule and policy decide which of the offered blocks the tier stores.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
 _LOGGER = logging.getLogger("kvoffload.tiering")
 _MIN_WEIGHT = 0.25
-"""Smallest weight of a slow tier, relative to the fastest tier. With a smaller weight too few blocks would be
-in flight: writes would not overlap, and the measured speed would be wrong."""
+"""Smallest weight of a slow tier, relative to the fastest tier. If the weight were smaller, a slow tier would
+have too few blocks in flight: its writes would not overlap, and its measured speed would be too low."""
 
 
 class Cascade:
     """Writes ready blocks from RAM to the tiers behind RAM.
 
-    Thread: the scheduler's. Cost: nothing while no block is offered or queued.
+    Thread: the scheduler's. Cost: none while there are no offered or queued blocks.
     """
 
     def __init__(self, stack: TierStack) -> None:
@@ -50,7 +50,8 @@ class Cascade:
     def offer(self, lane: TierLane, keys: Keys, wait: TierWait | None) -> None:
         """Offer ready blocks to a tier.
 
-        Accepted blocks are pinned until the write ends. Blocks beyond the tier's room are queued.
+        Blocks that the tier accepts are pinned until the write ends. Blocks for which the tier has no room
+        now are queued.
 
         Args:
             wait: state of the request that used the blocks; None if unknown.
@@ -104,7 +105,10 @@ class Cascade:
         self._stack.ram.unpin(plan)
 
     def stop(self) -> None:
-        """Clear the queues. Logs a warning for each tier with lost or queued blocks."""
+        """Clear the queues.
+
+        Logs a warning for each tier that did not accept all blocks before they left RAM.
+        """
         for lane in self._stack.lanes:
             keys = self._stack.ram.pack([*lane.waiting])
             missing = keys.take(~lane.tier.contains(keys))
@@ -126,7 +130,8 @@ class Cascade:
     def _offer_waiting(self, lane: TierLane) -> None:
         """Remove the oldest blocks from a tier's queue, and offer the blocks that are still in RAM.
 
-        Offers only once. A loop would offer all of RAM to a closed tier, which accepts no block.
+        Makes one offer in each call. A loop until the tier is full would offer the whole queue to a closed
+        tier, which accepts no block.
         """
         if (room := min(self._room(lane), len(lane.waiting))) == 0:
             return
@@ -140,7 +145,10 @@ class Cascade:
         self.offer(lane, keys.take(is_here), None)
 
     def _let_wait(self, lane: TierLane, keys: Keys) -> None:
-        """Queue blocks for a busy tier. The queue has at most RAM's capacity; older blocks count as lost."""
+        """Queue blocks for a busy tier.
+
+        If the queue exceeds RAM's capacity, its oldest blocks are dropped and count as lost.
+        """
         lane.waiting.update(dict.fromkeys(keys))
         num_lost = max(0, len(lane.waiting) - self._stack.ram.capacity_blocks)
         for key in [*islice(lane.waiting, num_lost)]:

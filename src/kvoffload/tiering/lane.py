@@ -18,7 +18,7 @@ _STALLED_AFTER_DEADLINES = 4
 _FAILING_AFTER_READS = 3
 _RETRY_AFTER_S = 10.0
 _WRITE_DECAY = 0.9
-"""Decay of the average after each write: about the last ten writes count."""
+"""Decay factor of the average write time. With this factor about the last ten writes count."""
 
 
 @dataclass
@@ -27,11 +27,11 @@ class TieringCounts:
 
     promoted: int = 0
     lost: int = 0
-    """Blocks not promoted, because the read failed or the checksum did not match."""
+    """Blocks that were not promoted, because the read failed or the checksum did not match."""
     no_room: int = 0
-    """Blocks found in a tier while RAM had no room."""
+    """Blocks that a tier had, but that were not read because RAM had no room."""
     not_worth: int = 0
-    """Blocks found in a tier, but slower to read than to compute."""
+    """Blocks that a tier had, but that were not read because computing them is faster."""
     not_offered: int = 0
     """Blocks that left RAM before a tier could write them: the tier was slow or did not answer."""
     read_ahead: int = 0
@@ -47,7 +47,8 @@ class LaneJob:
     """A job that a tier has not finished.
 
     Attributes:
-        plan: a `LoadPlan` of pinned blocks for a write, a `StorePlan` for a read, keys for a probe.
+        plan: for a write, the `LoadPlan` of the pinned blocks; for a read, the `StorePlan` of the reserved
+            slots; for a probe, the keys.
         since: time of submission.
     """
 
@@ -68,7 +69,7 @@ class TierLane:
         waiting: queue of blocks in RAM, oldest first. The cascade offers them when the tier has room.
         num_accepted: blocks that the tier has accepted for writing.
         num_lost: queued blocks that left RAM before the tier accepted them.
-        has_quotas: True once the tier has had quotas of tenants.
+        has_quotas: True after quotas of tenants have been set, even if they were removed later.
     """
 
     def __init__(self, tier: SecondaryTier, row: int, clock: Callable[[], float]) -> None:
@@ -103,14 +104,17 @@ class TierLane:
         return now - oldest.since > _STALLED_AFTER_DEADLINES * deadline_s
 
     def is_failing(self, now: float) -> bool:
-        """Return True for 10 s after the third and each further consecutive failed read."""
+        """Return True if reads must pause.
+
+        They pause for 10 s after the third consecutive failed read, and after each further failed read.
+        """
         return now < self._next_try
 
     def end_read(self, result: JobResult, now: float) -> None:
         """Update speed and health after a read.
 
-        Only sound blocks count for the speed, because a failure may be immediate. A read with stale blocks
-        (`JobResult.stale`) is no failure.
+        The speed is computed from sound blocks only, because a failed block may have taken no time. A read
+        that found only stale blocks (`JobResult.stale`) does not count as a failure.
         """
         self.num_reading -= len(result.ok)
         if num_sound := int(np.count_nonzero(result.ok)):
@@ -123,7 +127,7 @@ class TierLane:
             self._next_try = now + _RETRY_AFTER_S
 
     def end_write(self, num_blocks: int, num_written: int, seconds: float) -> None:
-        """Update the speed after a write of `num_blocks`, of which `num_written` succeeded."""
+        """Update the speed after a write. `num_written` of the `num_blocks` blocks were written."""
         self.num_writing -= num_blocks
         if num_written:
             latest, past = seconds / num_written, self.write_s_per_block
@@ -137,7 +141,11 @@ class TierLane:
         return self.speed.seconds_for(num_blocks + self.num_reading)
 
     def is_trial_due(self, now: float) -> bool:
-        """Return True at most once in 10 s. The caller then reads as a trial, even if computing is faster."""
+        """Return True if the last trial is at least 10 s old, and start the next 10 s.
+
+        A trial is a read that runs even though computing is expected to be faster: it measures the tier's
+        speed.
+        """
         if now < self._next_trial:
             return False
         self._next_trial = now + _RETRY_AFTER_S

@@ -1,4 +1,4 @@
-"""Reasons of misses with tiers behind RAM."""
+"""Reasons of misses, if there are tiers behind RAM."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from kvoffload.tiers.contract import Mask
 
 
 def change_of(codes: npt.NDArray[np.int32], in_tier: Mask) -> CountArray:
-    """Return corrections of miss counts, by code, for a prefix that RAM has counted without tiers.
+    """Return the corrections to add to the miss counts, by code, for one prefix.
 
-    The first block that is neither in RAM nor in a tier is a gap. Blocks in tiers count as `TIER_GAVE_UP`
-    before the gap, and as `BEHIND_A_GAP` behind the gap.
+    RAM's manager has counted the blocks that a tier has as if there were no tiers. The corrections move these
+    blocks to two other codes. The first block that is neither in RAM nor in a tier is the gap. A block in a
+    tier counts as `TIER_GAVE_UP` if it precedes the gap, and as `BEHIND_A_GAP` if it follows the gap.
 
     Args:
         codes: `miss_record` code that RAM counted for each block of the prefix.

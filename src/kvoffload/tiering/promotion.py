@@ -21,19 +21,22 @@ from kvoffload.tiering.worth import Rows, fastest_source, num_worth_reading
 from kvoffload.tiers.contract import NO_JOB, JobResult, Mask
 
 MOST_DISTRUSTED = 10_000
-"""Limit of remembered wrong blocks (about 1 MB). Beyond the limit no tier is trusted."""
+"""Limit of remembered keys of wrong blocks (about 1 MB).
+
+If there are more, no block is read from any tier.
+"""
 
 
 class Promotion:
-    """Reads blocks from tiers into RAM, for requests that wait.
+    """Reads blocks from tiers into RAM, for requests that wait for these blocks.
 
     Attributes:
-        promoting: number of the tier, from 1, for each block that is being read.
+        promoting: mapping: key of a block that is being read -> number of its tier, from 1.
         asking: requests that have looked up single keys since the last `poll`.
         ahead: requests in the engine's queue for which no block has been read ahead yet.
         trusts_no_tier: True after more than `MOST_DISTRUSTED` wrong blocks.
 
-    Thread: the scheduler's. Cost: nothing while no tier is read.
+    Thread: the scheduler's. Cost: none while no tier is read.
     """
 
     def __init__(self, stack: TierStack) -> None:
@@ -58,10 +61,11 @@ class Promotion:
             self._read_ahead()  # one request a step, so that a burst of requests does not prolong a step
 
     def begin(self, keys: Keys, ctx: RequestContext, wait: TierWait, max_blocks: int | None = None) -> None:
-        """Start to read missing blocks from tiers, if the reads are worthwhile and RAM has room.
+        """Start to read missing blocks from tiers, if the reads are faster than computing and RAM has room.
 
         Args:
-            max_blocks: limit of reserved slots while no other read runs; None for the usual limit.
+            max_blocks: limit of the slots that this read may reserve while no other read runs; None for the
+                usual limit.
         """
         for lane in self._stack.lanes:
             lane.tier.missed(keys)
@@ -74,7 +78,7 @@ class Promotion:
             self._read(plan, sources[: len(plan.keys)], wait)
 
     def request_key(self, key: bytes, ctx: RequestContext, wait: TierWait) -> LookupResult:
-        """Queue a single key for promotion or a probe in the next `poll`; returns RETRY.
+        """Queue a single key, and return RETRY. The next `poll` promotes the block or probes for it.
 
         If no tier can have the block, or the request has waited too long, queues nothing and returns MISS.
         """
@@ -91,7 +95,10 @@ class Promotion:
         return self.result_for([key], wait) if is_below else LookupResult.RETRY
 
     def result_for(self, keys: Sequence[bytes], wait: TierWait) -> LookupResult:
-        """Return the lookup result of blocks in tiers: RETRY, or MISS after the request's time limit."""
+        """Return the lookup result for blocks that are in tiers.
+
+        The result is RETRY while the request may wait for the blocks, and MISS after its time limit.
+        """
         had_given_up = wait.gave_up
         if not wait.keeps_waiting(self._stack.clock(), self._stack.deadline_s):
             self._stack.counts.gave_up += not had_given_up
@@ -132,9 +139,10 @@ class Promotion:
     # ---- wrong blocks with intact bytes
 
     def distrust(self, keys: Sequence[bytes]) -> bool:
-        """Stop reading these blocks until `trust_again`. Beyond `MOST_DISTRUSTED` blocks, no tier is trusted.
+        """Stop reading these blocks until `trust_again` is called.
 
-        Returns True if this call has exceeded the limit.
+        If more than `MOST_DISTRUSTED` blocks are distrusted, no block at all is read. Returns True if this
+        call has exceeded that limit.
         """
         if self.trusts_no_tier:
             return False
@@ -202,9 +210,9 @@ class Promotion:
     def _reserve(
         self, missing: Keys, ctx: RequestContext, wait: TierWait, max_blocks: int | None
     ) -> StorePlan | None:
-        """Reserve slots of RAM for the leading blocks that fit; returns None if no block fits.
+        """Reserve slots of RAM for as many leading blocks as fit; return None if no block fits.
 
-        The request no longer waits for blocks that do not fit.
+        The request stops waiting for the blocks that do not fit.
         """
         stack = self._stack
         room = stack.max_in_flight - self._num_reading
@@ -239,9 +247,9 @@ class Promotion:
             self.promoting.update(dict.fromkeys(share.keys, row + 1))
 
     def _read_ahead(self) -> None:
-        """Start reads for the oldest request in `ahead`, and remove it from `ahead`.
+        """Start reads for the oldest request in `ahead`, and remove the request from `ahead`.
 
-        Blocks that cannot be read now are read at the request's lookup.
+        Blocks that cannot be read now may be read later, at the request's lookup.
         """
         ctx, wait = next(iter(self.ahead.items()))
         del self.ahead[ctx]

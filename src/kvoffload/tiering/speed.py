@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 _DECAY = 0.95
-"""Decay of the sums after each read: about the last 20 reads count."""
+"""Decay factor of the sums, applied after each read. With this factor about the last 20 reads count."""
 
 
 class ReadSpeed:
     """A read's duration as a linear function of the number of blocks, fitted by least squares.
 
-    Weights decay exponentially with age. If all reads had one size, the fixed cost is unknown and taken as 0.
+    The weight of a read decays exponentially with its age. If all reads had the same size, the fixed cost of
+    a read cannot be fitted and is taken as 0.
     """
 
     def __init__(self) -> None:

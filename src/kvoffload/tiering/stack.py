@@ -17,7 +17,7 @@ from kvoffload.tiering.wait import TierWait
 from kvoffload.tiers.contract import GroupedTier, Mask, Memory, SecondaryTier, check_tiers
 
 LONGEST_WAIT_S = 1e9
-"""Limit of a wait for tiers: 30 years, because the system refuses longer waits."""
+"""Limit of a wait for tiers, about 30 years. The operating system refuses longer waits."""
 
 
 @dataclass(eq=False)
@@ -27,7 +27,7 @@ class TierStack:
     Attributes:
         ram: the manager of RAM's slots.
         memory: the memory of RAM's slots.
-        in_flight_share: share of RAM's usable slots that writes may pin. Reads may reserve as many slots.
+        in_flight_share: share of RAM's usable slots that writes may pin. Reads may reserve the same share.
         compute_s: seconds to compute a block; None while unknown.
     """
 
@@ -46,15 +46,16 @@ class TierStack:
         return share_of(self.in_flight_share, self.ram.usable_blocks)
 
     def extend_paths(self, ctx: RequestContext, wait: TierWait) -> None:
-        """Report the known part of a request's path to the tiers that store blocks in groups."""
+        """Report a request's path, as far as it is known, to the tiers that store blocks in groups."""
         for lane in self.lanes:
             if lane.tier.group_blocks > 1:
                 lane.tier.extend_path(wait.records[lane.row], ctx.keys())
 
     def below(self, keys: Keys, wait: TierWait) -> tuple[list[Mask], Mask]:
-        """Return two values: a list with a mask of each tier's blocks, and a mask of the blocks in any tier.
+        """Find the blocks that are in tiers.
 
-        A tier counts as empty if it is silent, or if it is left out for this request.
+        Returns two values: a list with a mask for each tier, and one mask of the blocks that are in any tier.
+        A tier that is silent (`is_silent`) or excluded from this request (`wait.left_out`) counts as empty.
         """
         now = self.clock()
         in_tiers = [
@@ -70,7 +71,9 @@ class TierStack:
         return lane.is_stalled(now, self.deadline_s) or lane.is_failing(now)
 
     def drain(self, until: float) -> bool:
-        """Drain every tier, even if another tier hangs. Returns False if a tier exceeds the deadline.
+        """Drain every tier.
+
+        A hanging tier does not stop the others. Returns False if a tier exceeds the deadline.
 
         `until`: the deadline, a time of `time.monotonic`.
         """
@@ -81,7 +84,7 @@ class TierStack:
 
 
 def share_of(max_in_flight: float, capacity_blocks: int) -> int:
-    """Return a share of RAM as a number of blocks, at least 1."""
+    """Return the share `max_in_flight` of `capacity_blocks` as a number of blocks, at least 1."""
     return max(1, int(max_in_flight * capacity_blocks))
 
 

@@ -40,9 +40,10 @@ class TieredManager:
     """A manager of RAM with tiers behind it, used like an `OffloadingManager`. Call `poll` once a step.
 
     **Cascade.** A block is offered to every tier when its store is complete. At the end of a request, the
-    request's blocks in RAM are offered again. The tier's admission rule decides. The write pins the block in
-    RAM. Blocks for a busy tier are queued; a queued block that leaves RAM first is not written. No request
-    waits for a write. A block that RAM's admission rule refuses reaches no tier. RAM's policy refuses blocks
+    request's blocks in RAM are offered again. The tier's admission rule decides which blocks it takes. A
+    block is pinned in RAM while it is written. Blocks for a busy tier are queued; if RAM evicts a queued
+    block before the tier has room, the block is not written. No request waits for a write. A block that RAM
+    refuses to store reaches no tier. RAM's admission rule may refuse any block; RAM's policy refuses blocks
     only if its ``write_cost`` is set.
 
     **Promote.** If a looked-up prefix continues in a tier, the manager reserves slots of RAM for the blocks
@@ -57,16 +58,17 @@ class TieredManager:
 
     - If a read is expected to take longer than computing its blocks, it is shortened or skipped. Every 10 s
       one read runs in full, as a trial.
-    - If several tiers have a block, it is read from the tier that should be fastest. While the time to
-      compute a block is unknown, it is read from the first tier.
-    - A request waits at most for the time to compute the blocks, and at most `deadline_s`. Afterwards
-      `lookup` returns MISS instead of RETRY.
+    - If several tiers have a block, it is read from the tier with the shortest expected read. While
+      `recompute_s_per_block` is unknown, it is read from the first of these tiers.
+    - A request waits no longer than computing the blocks would take, and no longer than `deadline_s`. After
+      that, `lookup` returns MISS instead of RETRY.
     - After three consecutive reads without a sound block, a tier is not read for 10 s.
     - If a tier's oldest job is older than four deadlines, the tier gets no new jobs until it answers.
     - An exception of a tier counts as a miss and as a failure of the tier (`GuardedTier`).
 
     Args:
-        capacity_blocks: as for `OffloadingManager`. So are all keywords that are not listed here.
+        capacity_blocks: number of RAM's slots. This and every keyword that is not listed here is an argument
+            of `OffloadingManager`.
         ram: the memory of RAM's slots: a `MemoryTier`, with or without checksums.
         tiers: from the fastest to the slowest. The manager owns them from now on: `close` closes them.
         deadline_s: longest time that a request waits for tiers.
@@ -79,13 +81,14 @@ class TieredManager:
 
     Attributes:
         ram_manager: the `OffloadingManager` of RAM.
-        hit_blocks: number of loaded blocks by source: RAM, then each tier. From the first damaged block of a
-            load on, no block counts.
+        hit_blocks: number of loaded blocks by source: RAM, then each tier. If a load has a damaged block,
+            only the blocks before it count.
         counts: counters of promotion and cascade.
 
-    Thread: as `OffloadingManager`. No call waits for a tier, except `settle`, `drain`, `flush`, `close`, and
-    `reset` with `drop_in_flight`.
-    Cost: while no tier is read, one Python call and one dictionary lookup more than an `OffloadingManager`.
+    Thread: the scheduler's, see `OffloadingManager`. No call waits for a tier, except `settle`, `drain`,
+    `flush`, `close`, and `reset` with `drop_in_flight`.
+    Cost: while no tier is read, a call costs one Python call and one dictionary lookup more than the same
+    call of an `OffloadingManager`.
     """
 
     def __init__(
@@ -131,7 +134,7 @@ class TieredManager:
                 _LOG.info("tier %s: %s", lane.tier.name, text)
 
     def _adopt(self, ram: OffloadingManager) -> None:
-        """Copy the members of RAM's manager that concern only RAM, so that calls go to them directly."""
+        """Copy the members of RAM's manager that concern only RAM. Calls then need not be forwarded."""
         self.capacity_blocks, self.key_bytes = ram.capacity_blocks, ram.key_bytes
         self.index, self.slots, self.admission = ram.index, ram.slots, ram.admission
         self.medium, self.block_size, self.store_mode = ram.medium, ram.block_size, ram.store_mode
@@ -148,7 +151,9 @@ class TieredManager:
         self.begin_resize, self.advance_resize = ram.begin_resize, ram.advance_resize
 
     def set_tier_tenants(self, tier: str, quotas: Mapping[str, Quota]) -> None:
-        """Replace the quotas of a tier behind RAM, in its blocks, see `OffloadingManager.set_tenants`.
+        """Replace the quotas of a tier behind RAM, in blocks of the tier.
+
+        See `OffloadingManager.set_tenants`.
 
         When RAM offers a block, the block's tenant in RAM becomes its tenant in the tier. Each tenant
         therefore needs a quota of RAM, which may be `Quota()`. A block of an earlier run belongs to the first
@@ -179,7 +184,7 @@ class TieredManager:
 
     @property
     def usable_blocks(self) -> int:
-        """Slots of RAM in use, see `OffloadingManager.usable_blocks`."""
+        """Number of RAM's slots that the manager may fill now, see `OffloadingManager.usable_blocks`."""
         return self.ram_manager.usable_blocks
 
     @property
@@ -209,7 +214,7 @@ class TieredManager:
     ) -> None:
         """Finish a request, see `OffloadingManager.finish_request`.
 
-        The tiers are notified when the stores of the request are complete.
+        The tiers are notified later: when all stores of the request are complete.
         """
         self.ram_manager.finish_request(ctx, path, hints=hints)
         self.promotion.ahead.pop(ctx, None)
@@ -234,7 +239,9 @@ class TieredManager:
         self.promotion.ahead.pop(ctx, None)
 
     def leave_out_tiers(self, ctx: RequestContext, *, shared: bool | None = None) -> None:
-        """Exclude tiers from the loads of this request. Its stores still reach all tiers.
+        """Exclude tiers from the loads of this request.
+
+        Blocks that the request stores are still offered to all tiers.
 
         Args:
             shared: True to exclude only tiers that machines share, False to exclude only the other tiers,
@@ -248,9 +255,9 @@ class TieredManager:
     def distrust(self, keys: Sequence[bytes]) -> None:
         """Forget these blocks in RAM and on disks, and load them from no tier until a reset.
 
-        For wrong blocks with a valid checksum. Shared servers keep the blocks, and other processes may store
-        them again. This process therefore remembers the keys until a reset. After more than `MOST_DISTRUSTED`
-        keys, nothing is loaded from tiers until the reset.
+        Call this method for blocks whose bytes are wrong although the checksum is valid. Shared servers keep
+        such blocks, and other processes may store them again. Therefore this process remembers the keys until
+        a reset. After more than `MOST_DISTRUSTED` keys, nothing is loaded from tiers until the reset.
         """
         self.ram_manager.discard(keys)
         if not self.lanes:
@@ -268,7 +275,7 @@ class TieredManager:
     def source_of(self, key: bytes, ctx: RequestContext) -> int:
         """Return the source of a block: 0 for RAM, or the number of a tier, from 1.
 
-        Valid until the block's load is complete.
+        Call it before the block's load is complete; afterwards the source is forgotten.
         """
         wait = self.waits.get(ctx)
         return wait.came_from.get(key, 0) if wait is not None else 0
@@ -289,8 +296,7 @@ class TieredManager:
     def lookup(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> PrefixLookup:
         """Look up a prefix, see `OffloadingManager.lookup`, and start to promote its blocks from tiers.
 
-        Returns RETRY if the next block is being promoted or probed for. Without a request only RAM is
-        searched.
+        Returns RETRY if the next block is being promoted or probed for. If `ctx` is None, searches only RAM.
         """
         in_ram = self.ram_manager.lookup(keys, ctx)
         if in_ram.stopped_by is HIT or ctx is None or not self.lanes:
@@ -328,8 +334,8 @@ class TieredManager:
     def count_misses(self, ctx: RequestContext, start: int, keys: Sequence[bytes] | None = None) -> int:
         """Count blocks that a request will compute, see `OffloadingManager.count_misses`.
 
-        A block in a tier counts as ``tier_gave_up``. Behind a block that is neither in RAM nor in a tier, it
-        counts as ``behind_a_gap``.
+        A block that a tier has counts as ``tier_gave_up`` or as ``behind_a_gap``. It is behind a gap if an
+        earlier block of the prefix is neither in RAM nor in a tier.
         """
         count = self.ram_manager.count_misses(ctx, start, keys)
         wait = self.waits.get(ctx)
@@ -443,16 +449,18 @@ class TieredManager:
     def drain(self, timeout_s: float) -> bool:
         """Wait until no tier has a job, and the blocks, deletions and resets of all tiers are durable.
 
-        Returns False on time-out, or if a tier is closed or has failed to clear.
+        Returns False on time-out, if a tier is closed, or if a tier has failed to forget its blocks at a
+        reset.
         """
         return self._stack.drain(time.monotonic() + timeout_s)
 
     def reset(self, *, drop_in_flight: bool = False) -> None:
         """Forget every block in RAM and in the tiers, see `OffloadingManager.reset`.
 
-        Without `drop_in_flight` the call does not wait; call `drain` for a durable reset.
+        If `drop_in_flight` is False, the call does not wait. To make the reset durable, call `drain`
+        afterwards.
 
-        With `drop_in_flight` the caller promises that its own transfers have ended. The call then waits
+        If `drop_in_flight` is True, the caller promises that its own transfers have ended. The call waits
         twice, each time up to `deadline_s`: first for the tiers' jobs, then until the resets of all tiers are
         durable. If a job still runs after the first wait, slots in flight stay reserved.
         """
@@ -479,8 +487,8 @@ class TieredManager:
     def close(self, timeout_s: float = 10.0) -> None:
         """Wait up to `timeout_s` for the jobs in flight, and close the tiers.
 
-        Queued blocks are not written: call `flush` before. For each tier, logs the number of blocks that it
-        was not offered.
+        Queued blocks are not written; to write them, call `flush` first. For each tier, logs the number of
+        blocks that were queued or lost before the tier accepted them.
         """
         self._cascade.stop()
         self.settle(timeout_s)
@@ -492,9 +500,9 @@ class TieredManager:
     def take_events(self) -> list[OffloadingEvent]:
         """Return RAM's events, see `OffloadingManager.take_events`, then the events of shared tiers.
 
-        The medium of a shared tier's events is the tier's name. The events concern only blocks that this
-        manager has written. One event reports that the server has confirmed the write. Another event reports
-        that a probe or read has found the block missing.
+        In an event of a shared tier, the medium is the tier's name. A shared tier reports only blocks that
+        this manager has written. It reports a block as stored when the server has confirmed the write, and as
+        removed when a probe or read has found the block missing.
         """
         events = self.ram_manager.take_events()
         if self._reports_events:
@@ -518,7 +526,10 @@ class TieredManager:
         return [lane.tier.tenants() for lane in self.lanes]
 
     def tier_stats(self) -> list[TierStats]:
-        """Return the counters of each tier. Blocks of a job that the tier could not start count as failed."""
+        """Return the counters of each tier.
+
+        If a tier could not start a job, the job's blocks count as failed.
+        """
         return [lane.tier.stats() for lane in self.lanes]
 
     def num_lost(self) -> int:

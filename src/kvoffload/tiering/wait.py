@@ -14,9 +14,9 @@ class TierWait:
         records: the request's record in each tier.
         wanted: single keys to promote or probe in the next step.
         given_up: keys that the request no longer waits for.
-        came_from: number of the tier, from 1, for each block promoted for this request.
+        came_from: mapping: key of a block that was promoted for this request -> number of its tier, from 1.
         left_out: indices in `stack.lanes` of the tiers from which this request loads nothing.
-        num_storing: blocks of the request in flight to RAM.
+        num_storing: number of the request's blocks that are being stored into RAM.
         may_wait_s: longest wait for blocks, in seconds.
         gave_up: True after the wait has exceeded `may_wait_s`, until `restart`.
         finished: True after `finish_request`.

@@ -44,9 +44,10 @@ def num_worth_reading(
 ) -> int:
     """Return the number of leading blocks that are worth reading.
 
-    Leading blocks are worth reading if the read takes no longer than computing all blocks that become
-    reachable. While `compute_s` is None, all blocks are worth reading. If no block is worth reading, returns
-    0. If a trial is due then, returns the number of all blocks.
+    The first `n` blocks are worth reading if their read takes no longer than to compute every block that
+    becomes loadable: these blocks, and the blocks of RAM between and directly behind them. While `compute_s`
+    is None, all blocks are worth reading. If no block is worth reading, returns 0, or the number of all
+    blocks if a trial is due (`TierLane.is_trial_due`).
 
     Args:
         sources: tier of each block.
@@ -69,7 +70,7 @@ def num_worth_reading(
 
 
 def break_even(tier: SharedTier, compute_s: float | None) -> str:
-    """Format the break-even read speed of a shared tier for the log.
+    """Return a sentence for the log: the speed above which reading from a shared tier beats computing.
 
     Args:
         compute_s: seconds to compute a block; None while unknown.

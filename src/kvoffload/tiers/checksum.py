@@ -1,6 +1,7 @@
 """xxh3_64 of many blocks in one call, without the GIL.
 
-The results equal the results of the `xxhash` library. The library itself hashes blocks of up to 240 bytes.
+The results equal the results of the `xxhash` library. Blocks of up to 240 bytes are passed to that library,
+because the algorithm differs for them.
 
 A tier of small blocks computes half a million checksums a second, on several threads. One library call for
 each block would cost more than the hashing, and the threads would wait for the GIL.

@@ -1,6 +1,6 @@
 """The contract of a tier, and the checksum that binds the bytes of a block to its key.
 
-Does not know media or devices.
+Knows neither the media of the tiers nor the devices of an engine.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ Mask: TypeAlias = npt.NDArray[np.bool_]
 """Shape ``(n,)``, bool: a flag for each block of a batch."""
 
 Checksums: TypeAlias = npt.NDArray[np.uint64]
-"""Shape ``(n,)``, uint64. 0 (`NO_CHECKSUM`) stands for no checksum; checksums are never 0."""
+"""Shape ``(n,)``, uint64.
+
+The value 0 (`NO_CHECKSUM`) means that a block has no checksum; a checksum is never 0.
+"""
 
 NO_CHECKSUM = 0
 
 OwnerOf: TypeAlias = Callable[[Keys], str]
-"""Function that returns the tenant of a batch of blocks. All blocks of the batch belong to one tenant."""
+"""Function that returns the tenant of a batch of blocks. All blocks of a batch must belong to one tenant."""
 
 
 class Memory(Protocol):
@@ -75,20 +78,23 @@ class SecondaryTier(ABC):
 
     @abstractmethod
     def finish_request(self, request: object, path: Keys) -> None:
-        """Close the record of a request. `path`: the blocks that the request used, from RAM or any tier."""
+        """Close the record of a request.
+
+        `path`: the blocks that the request used, wherever they came from.
+        """
 
     @abstractmethod
     def contains(self, keys: Keys, request: object | None = None) -> Mask:
         """Return a mask of the blocks that can be read now. No I/O; cost: one index probe a key."""
 
     def missed(self, keys: Keys) -> None:  # noqa: B027  (for rules that learn the value of blocks)
-        """Record a request's blocks that are not in RAM. They may be in the tier.
+        """Record that a lookup did not find these blocks in RAM. The tier may or may not have them.
 
-        Called at a lookup, before the blocks are counted. A request may report a block several times.
+        Called before the request's uses are counted. A request may report a block several times.
         """
 
     def set_tenants(self, quotas: Mapping[str, Quota], owner_of: OwnerOf) -> None:
-        """Replace the quotas of tenants, as `OffloadingManager.set_tenants`.
+        """Replace the quotas of tenants, like `OffloadingManager.set_tenants`.
 
         Blocks of earlier runs belong to no tenant and are evicted first. A block that a tenant loads belongs
         to this tenant from then on.
@@ -102,7 +108,7 @@ class SecondaryTier(ABC):
             raise ConfigError("tenants", ", ".join(quotas), f"the tier {self.name} takes no quotas")
 
     def tenants(self) -> dict[str, TenantStats]:
-        """Return the counts of each tenant; empty without quotas."""
+        """Return the counts of each tenant; empty if no quotas are set."""
         return {}
 
     @abstractmethod
@@ -121,16 +127,16 @@ class SecondaryTier(ABC):
         Returns the job's number, and a mask of the accepted blocks.
 
         The tier accepts no block that it already has, or that its admission rule or policy refuses. While its
-        queue is full, it accepts no block. The job's result has one row for each accepted block. Without an
-        accepted block no job begins, and the number is `NO_JOB`.
+        queue is full, it accepts no block at all. The job's result has one row for each accepted block. If no
+        block is accepted, no job begins, and the number is `NO_JOB`.
 
-        An offer without a request does not count as a use of the blocks.
+        If `request` is None, the offer does not count as a use of the blocks.
         """
 
     @property
     @abstractmethod
     def queue_room(self) -> int:
-        """Number of blocks that the write queue still accepts; ``sys.maxsize`` without a limit.
+        """Number of blocks that the write queue still accepts; ``sys.maxsize`` if the queue has no limit.
 
         An empty queue accepts at least one block.
         """
@@ -153,7 +159,7 @@ class SecondaryTier(ABC):
 
     @abstractmethod
     def drain(self, timeout_s: float) -> bool:
-        """Wait until every job has ended and its blocks are durable; False on time-out."""
+        """Wait until every job has ended and its blocks are durable; return False on time-out."""
 
     @abstractmethod
     def stats(self) -> TierStats:
@@ -187,8 +193,8 @@ class SharedTier(SecondaryTier):
     def submit_probe(self, keys: Keys) -> int:
         """Start a job that probes the server for blocks; returns its number, or `NO_JOB` if no probe is sent.
 
-        Present blocks are True in the result. After the job, `unknown` is False for its blocks for some
-        seconds, even if the job failed.
+        The job's result is True for the blocks that the server has. For some seconds after the job, `unknown`
+        is False for the probed blocks, even if the job failed.
         """
 
     @abstractmethod
@@ -199,7 +205,8 @@ class SharedTier(SecondaryTier):
         - ``removed`` True: a probe or read found these blocks missing, or the tier no longer tracks them, for
           example after a reset.
 
-        Not reported: blocks of other writers, and changes before the first call.
+        Blocks that other processes wrote are not reported. Changes before the first call are not reported
+        either.
         """
 
 
@@ -223,9 +230,11 @@ class GroupedTier(SecondaryTier):
 
     @abstractmethod
     def cut(self, keys: Keys, room: int) -> int:
-        """Return the number of leading `keys` to offer, at most `room`. Divides no group, if possible.
+        """Return the number of leading `keys` to offer, at most `room`.
 
-        Cost: as `contains`.
+        Avoids a cut inside a group if possible.
+
+        Cost: like `contains`.
         """
 
 
@@ -270,7 +279,7 @@ class TierStats:
     restored: int = 0
     """Blocks found when the tier was opened."""
     journal_damage: int = 0
-    """Unreadable parts of the tier's own records, whose contents are lost."""
+    """Number of unreadable parts of the tier's own records (its journal). Their contents are lost."""
     bytes_written: int = 0
     bytes_read: int = 0
     free: int = 0
@@ -278,9 +287,9 @@ class TierStats:
     in_flight: int = 0
     """Blocks that are being written or read."""
     write_budget_bytes: int | None = None
-    """Bytes that may still be written in the current 24 hours; None without a limit."""
+    """Bytes that may still be written in the current 24 hours; None if there is no limit."""
     probes: int = 0
-    """Blocks for which a shared tier was probed."""
+    """Blocks for which probes were sent to a shared tier."""
     probe_hits: int = 0
     """Probed blocks that were present."""
     stale: int = 0
@@ -292,15 +301,17 @@ class TierStats:
     circuit_open: int = 0
     """Number of nodes of a shared tier with an open circuit breaker."""
     outages: int = 0
-    """Number of outages of nodes. An outage begins when a circuit breaker opens and stops reads."""
+    """Number of outages of nodes. An outage begins when a circuit breaker that stops reads opens."""
     outage_s: float = 0.0
-    """Duration of all outages in seconds, summed over nodes. Includes the exchange before each outage."""
+    """Duration of all outages in seconds, summed over nodes. Includes the duration of the failed exchange
+    that started each outage.
+    """
     puts: int = 0
     """Write requests to a bucket."""
     gets: int = 0
     """Read and probe requests to a bucket."""
     errors: int = 0
-    """Calls of the tier that raised an exception."""
+    """Number of calls of the tier's methods that raised an exception."""
     cost: float = 0.0
     """Cost of a bucket's requests and received bytes, at the configured prices."""
 

@@ -51,11 +51,12 @@ class _DividedJob:
 
 
 class DividedTier(SecondaryTier, Generic[Member]):
-    """A tier that assigns each key to one member. While a key has no member, its block is absent.
+    """A tier that assigns each key to one member. A key without a member counts as absent.
 
-    If a member fails or hangs, only the member's own blocks are misses. Members must not raise.
+    If a member fails or hangs, its blocks are misses; the blocks of other members are not affected. Members
+    must not raise.
 
-    Thread: one, as for its members.
+    Thread: one, the thread that also calls the members.
     """
 
     def __init__(self) -> None:
@@ -66,7 +67,10 @@ class DividedTier(SecondaryTier, Generic[Member]):
 
     @abstractmethod
     def members(self) -> Mapping[int, Member]:
-        """Return all members by number, even former members with jobs in flight. Numbers are never reused."""
+        """Return all members by number, including former members that still have jobs in flight.
+
+        Numbers are never reused.
+        """
 
     @abstractmethod
     def shares(self, keys: Keys) -> list[tuple[int, Member, npt.NDArray[np.int64]]]:

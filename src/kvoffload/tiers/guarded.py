@@ -50,8 +50,8 @@ class _Failures:
 class GuardedTier(SharedTier, GroupedTier):
     """A wrapper that behaves as the wrapped tier, but raises nothing, except errors of `set_tenants`.
 
-    The guard has the methods of every kind of tier. If the wrapped tier is not shared, no block is `unknown`.
-    If it has no groups, each group is one block.
+    The guard has the methods of every kind of tier. If the wrapped tier is not shared, `unknown` is False for
+    every block. If the wrapped tier has no groups, the guard reports groups of one block.
 
     - If a call raises, its blocks are misses, and no job begins (`NO_JOB`). A result that breaks the contract
       of tiers, such as a mask of another length, counts as an exception.
@@ -61,8 +61,8 @@ class GuardedTier(SharedTier, GroupedTier):
     - If `finished` raises, results may be lost. The guard waits 10 s for the jobs in flight. Then it closes
       the tier for good and reports the jobs as failed. If `close` raises too, the jobs never end and keep
       their rows.
-    - If `submit_read`, `submit_write` or `submit_probe` returns no new job number, the guard closes the tier
-      in the same way, without the wait.
+    - If `submit_read`, `submit_write` or `submit_probe` returns something else than a new job number, the
+      guard closes the tier in the same way, but without the wait.
     - If `clear` raises, the tier may still have blocks from before the reset. The guard then repeats `clear`.
       Until it succeeds, the guard finds, reads and writes no blocks.
 
@@ -74,7 +74,8 @@ class GuardedTier(SharedTier, GroupedTier):
         inner: the wrapped tier.
         shared: True if machines share the wrapped tier.
 
-    Thread: as the tier. Cost: one more Python call and dictionary access for each call.
+    Thread: the thread of the wrapped tier. Cost: one Python call and one dictionary access in addition to
+    each call of the tier.
     """
 
     def __init__(self, tier: SecondaryTier, clock: Callable[[], float] = time.monotonic) -> None:
@@ -270,9 +271,9 @@ class GuardedTier(SharedTier, GroupedTier):
             return NO_JOB
 
     def _registered(self, job: object, num_rows: int) -> int:
-        """Record a job in flight, unless it is `NO_JOB`; returns its number.
+        """Record a job in flight, unless it is `NO_JOB`; return its number.
 
-        Raises: `TypeError` if `job` is no number, or the number of a job in flight.
+        Raises: `TypeError` if `job` is not a number, or if a job with this number is already in flight.
         """
         if not isinstance(job, (int, np.integer)) or job in self._num_rows:
             raise TypeError(f"{job!r} is no new job")

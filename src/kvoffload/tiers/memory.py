@@ -37,7 +37,7 @@ class SlotMemory:
     Attributes:
         mapping: the memory; `MemoryTier.close` unmaps it.
         slots_at: position of slot 0 in the memory, in bytes.
-        checksums: ``(num_slots,)`` uint64, or None without verification.
+        checksums: ``(num_slots,)`` uint64; None if blocks are not verified.
     """
 
     mapping: mmap.mmap
@@ -52,8 +52,8 @@ class MemoryTier:
     `verify_slots` detect:
 
     - damaged, zeroed or torn blocks, with probability 1 - 2^-64;
-    - the bytes of another block, even if its checksum was moved too, as with swapped slots. Probability
-      1 - 2^-64 for each pair of keys;
+    - the bytes of another block, even if the checksum was moved with the bytes, as after a swap of two slots.
+      The probability is 1 - 2^-64 for each pair of keys;
     - slots that were never written, or were erased.
 
     If the checksum itself is damaged, a sound block counts as damaged.
@@ -61,7 +61,7 @@ class MemoryTier:
     Not detected: bytes that were wrong before `write` computed the checksum, damage between the verification
     and the following copy, and forgery. xxh3 detects accidents, not attacks.
 
-    With ``verify=False`` there are no checksums, and every block counts as sound.
+    If `verify` is False, there are no checksums, and every block counts as sound.
 
     Args:
         num_slots: at least 1.
@@ -71,11 +71,12 @@ class MemoryTier:
 
     Attributes:
         slot_stride: bytes from one slot to the next.
-        checksums: ``(num_slots,)`` uint64, or None without verification.
+        checksums: ``(num_slots,)`` uint64; None if `verify` is False.
 
     Memory: pages are allocated when slots are first written.
-    Thread: one at a time. Callers may copy to and from `pool` themselves, with `seal` and `verify_slots`. The
-    slots of such a transfer must not be passed to other calls while it is in flight.
+    Thread: one at a time. Callers may also copy to and from `pool` themselves: call `seal` after a copy to
+    the pool, and `verify_slots` before a copy from the pool. Until such a copy has ended, its slots must not
+    be passed to other calls.
     Cost: a write or read reads each byte twice, once for the checksum.
 
     Raises:
@@ -109,8 +110,9 @@ class MemoryTier:
     def write(self, keys: Keys, slots: Rows, source: DeviceArray | CopyEngine, source_rows: Rows) -> None:
         """Copy block `i` from ``source[source_rows[i]]`` into ``slots[i]``, and compute its checksum.
 
-        `source` is a device or, for many calls, the device's engine. Slots must be distinct. If the device
-        fails, the device's error is raised, and the unfinished slots count as never written.
+        `source` is the memory of a device, or a copy engine of the device, which is faster if it is used for
+        many calls. Slots must be distinct. If the device fails, its error is raised, and the unfinished slots
+        count as never written.
         """
         engine = self._engine_for(source)
         slots = self._checked(keys, slots)
@@ -149,7 +151,10 @@ class MemoryTier:
         return sound
 
     def seal(self, keys: Keys, slots: Rows) -> None:
-        """Compute the checksums of the slots for these keys, at the end of a write."""
+        """Compute the checksums of the slots for these keys.
+
+        Call it when the copy into the slots has ended.
+        """
         checksums, slots = self.checksums, self._checked(keys, slots)
         if checksums is not None:
             checksums[slots] = self._compute(keys, slots)
@@ -170,7 +175,7 @@ class MemoryTier:
             self.checksums[slots] = NO_CHECKSUM
 
     def close(self) -> None:
-        """Release the memory, which is unmapped with the last view of `pool`. Idempotent."""
+        """Release the memory. It is unmapped once the last view of `pool` is gone. Idempotent."""
         if self._memory is None:
             return
         memory, self._memory = self._memory, None

@@ -1,8 +1,8 @@
 """Base class of tiers with a manager: offers of blocks, admission, quotas and the write budget.
 
-RAM offers blocks without a request in two cases: when the device has dropped the blocks, and when the blocks
-have waited for a busy tier. One offer may then contain blocks of several requests. These offers do not count
-as uses, because uses are counted when requests finish.
+RAM offers blocks without naming a request in two cases: if the device has dropped the blocks, and if the
+blocks have waited for a busy tier. Such an offer may contain blocks of several requests. It does not count as
+a use of the blocks, because uses are counted when requests finish.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ MOST_QUOTAS = MAX_TENANTS - 2
 
 
 class Purse:
-    """A tier's share of a write budget. Reports each offer to the tier's admission rule (`Admission.settle`).
+    """A tier's share of a write budget.
+
+    It also reports each offer to the tier's admission rule (`Admission.settle`).
 
     Args:
         manager: the tier's manager.
         unit_bytes: cost of a written block: its bytes on the medium, or 1 if the budget counts blocks.
-        written_before: as for `WriteBudget.add_tier`.
+        written_before: argument of `WriteBudget.add_tier`.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class Purse:
     def pay(self, offered: Keys, num_written: int) -> None:
         """Charge the budget for the written blocks of an offer, and report the offer to the admission rule.
 
-        `offered`: the blocks of the offer that were absent.
+        `offered`: the offered blocks that the tier did not have.
         """
         if num_written:
             self.budget.spend(num_written * self._unit_bytes)
@@ -103,9 +105,9 @@ class ManagedTier(SecondaryTier):
         )
 
     def _owned(self, keys: Keys, request: RequestContext | None = None) -> RequestContext | None:
-        """Set the tenant of `request`, or of a new request, to the tenant of these blocks.
+        """Set the tenant of a request to the tenant of these blocks. If `request` is None, begin a request.
 
-        Returns the request; without quotas, returns `request` unchanged.
+        Returns that request. If the tier has no quotas, returns `request` unchanged.
         """
         if self._owner_of is None or len(keys) == 0:
             return request
@@ -145,7 +147,7 @@ class ManagedTier(SecondaryTier):
         return (plan, rows[plan.rows]) if plan is not None and count else (None, rows[:0])
 
     def _plan(self, keys: Keys, request: RequestContext | None) -> StorePlan | None:
-        """Plan a store of blocks that the rule has judged, as `OffloadingManager.prepare_store`."""
+        """Plan a store of blocks that the admission rule has admitted (`OffloadingManager.prepare_store`)."""
         owned = self._owned(keys, request)
         if request is not None or self._manager.admission is None:
             return self._manager.prepare_store(keys, owned)

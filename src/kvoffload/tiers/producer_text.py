@@ -53,7 +53,9 @@ def check_producer_text(field: str, text: object) -> str:
 
 
 def add_salt(text: str, salt: str) -> str:
-    """Return the text of a producer with a salt. Two different pairs never have the same result.
+    """Return the text of a producer with a salt added.
+
+    Different pairs of text and salt give different results.
 
     Args:
         text: a producer's text, of one line.
@@ -74,8 +76,8 @@ def producer_of(text: str) -> bytes:
 def pack(text: str, max_bytes: int = MAX_BYTES) -> bytes:
     """Encode a producer's text in at most `max_bytes`.
 
-    A longer text is compressed, with digests in place of long values. If the result is still too long, the
-    last fields are left out and counted.
+    If the text is longer, its long values are replaced by digests, and the result is compressed. If that is
+    still too long, the last fields are left out, and their number is noted in the text.
     """
     plain = text.encode()
     if len(plain) <= max_bytes:

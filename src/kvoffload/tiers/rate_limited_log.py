@@ -21,7 +21,10 @@ class RateLimitedLog:
         self._last: dict[str, tuple[float, int]] = {}
 
     def warn(self, kind: str, message: str, *arguments: object) -> None:
-        """Log a warning, or count it for the next line if the last line of this kind is too recent."""
+        """Log a warning.
+
+        If the last line of this kind is too recent, only count it: the next line reports the count.
+        """
         self._log(logging.WARNING, kind, message, arguments)
 
     def error(self, kind: str, message: str, *arguments: object) -> None:

@@ -26,9 +26,9 @@ class SimulatedTier(ManagedTier):
     """A tier that records which blocks it has, and stores no bytes.
 
     Args:
-        capacity_blocks, policy, admission, key_bytes: as for `OffloadingManager`.
+        capacity_blocks, policy, admission, key_bytes: arguments of `OffloadingManager`.
         block_bytes: bytes of a block in RAM, for the byte counters of `TierStats`.
-        identity: as for `SecondaryTier`.
+        identity: see `SecondaryTier`.
         write_budget: limit of the writes in a day, in blocks instead of bytes.
     """
 
@@ -108,7 +108,10 @@ class SimulatedTier(ManagedTier):
         pass
 
     def begin_write(self, plan: StorePlan) -> int:
-        """Start to write accepted blocks; returns the job's number. In this class the job ends at once."""
+        """Start to write accepted blocks; return the job's number.
+
+        The job of a simulated tier ends at once.
+        """
         self._manager.complete_store(plan)
         return self._end(np.ones(len(plan), np.bool_))
 

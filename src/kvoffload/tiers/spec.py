@@ -1,9 +1,9 @@
-"""Descriptions of tiers by users. All commands and settings share one grammar.
+"""Parser of users' descriptions of tiers. All commands and settings share one grammar.
 
-As text: ``KIND:PATH:CAPACITY,option=value,...``, or ``KIND:CAPACITY`` for a kind without a path. As mapping:
-``{"type": KIND, "path": PATH, "capacity": CAPACITY, ...}``. A tier on a network is a URL,
-``SCHEME://HOST:PORT/NAME?option=value&...``, or ``{"url": URL, ...}``. Several tiers are a list, or a text
-with ``+`` between them, from the fastest to the slowest.
+A description is a text ``KIND:PATH:CAPACITY,option=value,...``, or ``KIND:CAPACITY`` for a kind without a
+path. It may also be a mapping: ``{"type": KIND, "path": PATH, "capacity": CAPACITY, ...}``. A tier on a
+network is described by a URL, ``SCHEME://HOST:PORT/NAME?option=value&...``, or by ``{"url": URL, ...}``.
+Several tiers are described by a list, or by a text with ``+`` between them, from the fastest to the slowest.
 
 Descriptions must not contain passwords. Error messages mask passwords in descriptions.
 """
@@ -38,7 +38,7 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9.+-]*)://")
 _SECRET = re.compile(r"pass|secret|token|credential|auth", re.IGNORECASE)
 _HIDDEN = "***"
 _PLACE = ("path", "capacity", "url")
-"""Options whose names a text omits."""
+"""Options that a text contains as bare values, without ``name=``."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class TierOwner:
         block_bytes: bytes of a block; 0 in a replay without data.
         key_bytes: length of every key.
         fingerprint: identifies the producer of the blocks; blocks of another producer are never served.
-        clock: returns the time in a replayed recording, in seconds. With None, tiers use the system's time.
+        clock: returns the time in a replayed recording, in seconds. If it is None, tiers use the system's
+            time.
         recorded_s: length of the replayed recording in seconds; 0 if the recording has no times.
         shared_fingerprint: returns the fingerprint for tiers that several machines share. Its argument is the
             user's name of the weights, or an empty text. All machines that compute equal bytes for equal keys
@@ -59,7 +60,7 @@ class TierOwner:
         reports_paths: True if the owner reports paths (`GroupedTier.extend_path`) and offers all blocks of a
             path at its end.
         on_unavailable: called with the error if a tier, or one of a tier's directories, cannot be opened now.
-            With None, the error is raised.
+            If it is None, the error is raised.
     """
 
     block_bytes: int
@@ -135,7 +136,10 @@ class TierOptions(ABC):
 
     @property
     def num_blocks(self) -> int:
-        """Capacity in blocks. Without a capacity, a number above the blocks of any trace."""
+        """Capacity in blocks.
+
+        If the tier has no capacity, a number that exceeds the number of blocks of any trace.
+        """
         return MOST_BLOCKS
 
     @property
@@ -150,7 +154,15 @@ class TierOptions(ABC):
         return f"{getattr(self, 'url', self.name)}{self._settings('?', '&', encode)}"
 
     def _settings(self, before: str, between: str, encode: Callable[[str], str] = str) -> str:
-        """Format the options that differ from their defaults, with their values encoded."""
+        """Format the options that differ from their defaults, each as ``name=value``.
+
+        Returns an empty text if there are none.
+
+        Args:
+            before: text before the first option.
+            between: text between two options.
+            encode: encodes a value.
+        """
         settings = [
             f"{option.name}={encode(str(getattr(self, option.name)))}"
             for option in fields(self)
@@ -220,7 +232,10 @@ def parse_tier(field: str, value: object) -> TierOptions:
 
 
 def redacted(value: object) -> object:
-    """Replace user name and password in a URL, even without its ``//``, and secret options by ``***``."""
+    """Replace secrets by ``***``: secret options, and user name and password in a URL.
+
+    Also recognises a user name and password in a URL whose ``//`` is missing.
+    """
     if isinstance(value, str):
         return re.sub(r"(?<=://).*@|[^/\s]*@", f"{_HIDDEN}@", value)
     if isinstance(value, Mapping):
@@ -265,8 +280,8 @@ def _distinct(field: str, tiers: Sequence[TierOptions]) -> tuple[TierOptions, ..
 def names_of(options: Sequence[TierOptions]) -> list[str]:
     """Return the name of each tier in metrics and reports. The order of the tiers does not change a name.
 
-    The name is the label or, without a label, the kind. If several tiers of one kind have no label, their
-    names are kind and place. Tiers of one place, such as simulated tiers, are numbered.
+    The name of a tier is its label or, if it has none, its kind. If several tiers of one kind have no label,
+    their names consist of kind and place. Tiers of one place, such as simulated tiers, are numbered.
     """
     unnamed = [tier for tier in options if not tier.label]
     kinds, places = Counter(tier.name for tier in unnamed), Counter(tier.place for tier in unnamed)
@@ -283,7 +298,7 @@ def names_of(options: Sequence[TierOptions]) -> list[str]:
 def open_tiers(options: Iterable[TierOptions], owner: TierOwner) -> list[SecondaryTier]:
     """Open all tiers. Unavailable tiers are left out if the owner has `on_unavailable`.
 
-    Raises: `ConfigError`, `UnavailableError`; then the opened tiers are closed.
+    Raises: `ConfigError`, `UnavailableError`. If it raises, the tiers that were opened before are closed.
     """
     opened, given = list[SecondaryTier](), list(options)
     with ExitStack() as undo:
@@ -321,14 +336,14 @@ def open_tier(
             producer are never served. For a shared tier, two machines must have equal fingerprints if and
             only if they compute equal bytes for equal keys.
         key_bytes: length of every key.
-        must_answer: False to open a shared tier even if its server does not reply yet. The tier is used once
-            the server replies.
+        must_answer: False to open a shared tier even if its server does not reply yet. The tier is empty
+            until the server replies.
 
     Raises:
         ConfigError: an option is invalid, or the server refuses the login.
         UnavailableError: the directory or server cannot be used now.
 
-    Cost: waits up to 5 s for a server, up to 1 s with ``must_answer=False`` (3 s for a bucket).
+    Cost: waits up to 5 s for a server. If `must_answer` is False, waits up to 1 s (3 s for a bucket).
     """
     check_producer_text("fingerprint", fingerprint)
     options = parse_tier("tier", description)
@@ -432,5 +447,5 @@ def _with_query(field: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shown(name: str, value: object) -> object:
-    """Replace the value of a secret option by ``***``. Options that name a file are not secret."""
+    """Return the value, or ``***`` if the option is secret. An option that names a file is not secret."""
     return _HIDDEN if _SECRET.search(name) and not name.endswith("_file") else value

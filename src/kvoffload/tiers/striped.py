@@ -16,7 +16,7 @@ from kvoffload.tiers.guarded import GuardedTier
 
 
 class StripedTier(DividedTier[GuardedTier]):
-    """Tiers side by side: disks, simulated tiers, or your own.
+    """Several tiers that divide the keys among themselves: disks, simulated tiers, or tiers of your own.
 
     Each key belongs to the tier with the highest random weight (Thaler and Ravishankar, "Using name-based
     mappings to increase hit rates", IEEE/ACM Transactions on Networking 6(1), 1998). The weights depend on
@@ -33,7 +33,8 @@ class StripedTier(DividedTier[GuardedTier]):
         identity: identity of the first tier.
         stored_bytes: the largest `stored_bytes` of the tiers.
 
-    Thread: one, as for its tiers. Cost: 50 ns a key with four tiers, for a digest and a weight per tier.
+    Thread: one, the thread that calls the tiers. Cost: 50 ns a key with four tiers: a digest, and a weight
+    per tier.
     Raises: `ConfigError` if `tiers` is empty, if the tiers differ in `block_bytes`, if two tiers have equal
         identities, or if machines share a tier.
     """

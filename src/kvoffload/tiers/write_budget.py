@@ -15,7 +15,9 @@ HOUR_S = 3600
 DAY_S = 24 * HOUR_S
 
 _HOURS = 25
-"""Number of hours in the sum: the current hour and the 24 hours before. No 24 hours exceed the budget."""
+"""Number of hours whose writes are summed: the current hour and the 24 hours before. The sum therefore covers
+any 24 hours, not only whole hours.
+"""
 
 
 class WriteBudget:
@@ -26,8 +28,8 @@ class WriteBudget:
     Args:
         max_bytes_per_day: limit in any 24 hours; 0 for tiers that are only read.
         clock: seconds since 1970. The default ignores later changes of the system's clock.
-        is_even: True to spend the budget at an even rate, as replays do (`budget_of_recording`). Writes then
-            never exceed the bytes that the rate has earned so far.
+        is_even: True to spend the budget at an even rate, as replays do (`budget_of_recording`). The budget
+            then grows with time from 0, and writes never exceed the part that has accrued so far.
 
     Thread: the scheduler's. Raises: `ConfigError` for a negative or infinite budget.
     """
@@ -43,7 +45,7 @@ class WriteBudget:
         self._spent, self._began_s = 0, self._clock() if is_even else None
 
     def add_tier(self, stored_bytes: int, written_before: Mapping[int, int]) -> None:
-        """Count the writes of a tier before its opening.
+        """Register a tier that shares the budget, and count the blocks that it wrote before it was opened.
 
         Args:
             stored_bytes: bytes of a block on the medium.
@@ -54,7 +56,7 @@ class WriteBudget:
             self._bytes_by_hour[hour] += num_blocks * stored_bytes
 
     def spend(self, num_bytes: int) -> None:
-        """Count a write."""
+        """Count a write of `num_bytes`."""
         self._spent += num_bytes
         self._bytes_by_hour[self._hour()] += num_bytes
 
@@ -76,12 +78,15 @@ class WriteBudget:
 
     @property
     def left_bytes_each(self) -> int:
-        """One tier's share of `left_bytes`. All shares are equal, so that the tiers' counters add up."""
+        """Share of one tier in `left_bytes`.
+
+        All shares are equal, so that the tiers' counters add up to `left_bytes`.
+        """
         return self.left_bytes // max(1, self._num_tiers)
 
     @property
     def bytes_each(self) -> float:
-        """One tier's share of a day's budget, in bytes. All shares are equal."""
+        """Share of one tier in a day's budget, in bytes. All shares are equal."""
         return self._max_bytes / max(1, self._num_tiers)
 
     def earned_bytes_each(self, seconds: float) -> float:
@@ -99,8 +104,9 @@ class WriteBudget:
 def budget_of_recording(max_per_day: float, clock: Callable[[], float]) -> WriteBudget:
     """Create the budget of a replay, spent at an even rate over the time of the recording.
 
-    A budget for a whole day would never be exhausted in a recording of minutes. A smaller budget without a
-    rate would be spent on the first blocks. A tier that has run for days already has these blocks.
+    Reason for the even rate: a recording of minutes would never exhaust the budget of a whole day. A budget
+    for minutes, spent without a rate, would go to the first blocks; but a tier that has run for days already
+    has these blocks.
 
     Args:
         max_per_day: budget of 24 hours, in the unit of `WriteBudget.spend`, such as blocks.

@@ -25,7 +25,7 @@ class Header(msgspec.Struct, omit_defaults=True):
         kvoffload_trace: version of the header.
         block_tokens: tokens in one block.
         source: origin of the file.
-        assumed: assumption that replaces data which the source lacks; empty if nothing is assumed.
+        assumed: assumption that was made where the source lacks data; empty if nothing was assumed.
         in_order: False if the lines may not be in order of arrival, for example because a server wrote each
             line at the end of the request. A reader then sorts the requests without a warning.
         assumed_ms: True if the source did not state the unit of its times, and they were read as ms.
@@ -51,7 +51,10 @@ def header_in(text: bytes) -> Header | None:
 
 
 def stated_header(path: Path) -> Header | None:
-    """Read the header of a file; None for a file without a header and for a stream. Raises `TraceError`."""
+    """Read the header of a file.
+
+    Returns None for a stream, and if the file has no header. Raises `TraceError`.
+    """
     if is_stream(path):
         return None
     for number, text in numbered_lines(path):

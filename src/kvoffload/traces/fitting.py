@@ -21,8 +21,8 @@ from kvoffload.traces.trace import Trace
 from kvoffload.traces.workloads import LogNormal, Workload, builtin
 
 _TRIAL_REFS = 200_000
-"""Approximate limit of a trial's block references. If the recording is larger, trials have fewer sessions.
-Their load is the same, so that as many sessions overlap as in the recording."""
+"""Approximate limit of a trial's block references. If the recording is larger, trials have fewer sessions,
+but the same load, so that as many sessions overlap as in the recording."""
 _FEWEST_SESSIONS = 60
 _DIRECT_ROUNDS, _SEARCH_STEPS = 6, (1.4, 1.12)
 _P90_OF_NORMAL = 1.2816
@@ -36,8 +36,8 @@ _SCALED = (
     "shared_prompts", "documents", "document_tokens", "fork_share", "sub_agent_share", "summary_tokens",
     "context_limit_tokens", "sessions_per_minute",
 )  # fmt: skip
-"""Parameters that the search multiplies by factors. For a `LogNormal` it multiplies the median. `_SIGMAS`
-lists the parameters whose sigma it also multiplies."""
+"""Parameters that the search multiplies by factors. If a parameter is a `LogNormal`, the search multiplies
+its median. It also multiplies the sigma of the parameters in `_SIGMAS`."""
 _SIGMAS = ("first_tokens", "turn_tokens", "think_time_s", "document_tokens")
 
 
@@ -47,7 +47,8 @@ class Fit:
 
     Attributes:
         workload: the fitted workload, at the size and load of the recording, with blocks of about 512 tokens.
-        distance: mean factor between the features of recording and workload (`likeness.distance`); 1: equal.
+        distance: mean factor between the features of recording and workload (`likeness.distance`). The value
+            1 means that they are equal.
         recorded: features of the recording.
         fitted: features of the fitted workload.
         trials: number of generated workloads.
@@ -166,7 +167,10 @@ class _Search:
         )
 
     def corrected(self, workload: Workload) -> Workload:
-        """Try a workload. Returns it with parameters changed towards the means of the recording."""
+        """Try a workload.
+
+        Returns a copy with parameters changed to bring its means closer to the recording's.
+        """
         got, want = self._try(workload), self._target
         changes: dict[str, Any] = {
             "turn_tokens": _times(workload.turn_tokens, _step(want.next_tokens, got.next_tokens)),

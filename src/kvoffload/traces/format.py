@@ -33,7 +33,10 @@ class TraceFormat(ABC):
         skip_bad_lines: bool,
         progress: Callable[[float], None] | None,
     ) -> Trace:
-        """Read a file of this format, as `read_trace`. `block_tokens` is None or at least 1."""
+        """Read a file of this format. Arguments, result and errors are those of `read_trace`.
+
+        `block_tokens` is None or at least 1.
+        """
 
 
 FORMATS: Registry[TraceFormat] = Registry("trace format", TraceFormat, "kvoffload.traces.formats")
@@ -64,7 +67,8 @@ def read_trace(
     Blank lines are ignored.
 
     Args:
-        block_tokens: tokens in one block; None: from the header, or 512.
+        block_tokens: tokens in one block. If it is None, the header states the number; without a header, it
+            is 512.
         skip_bad_lines: skip bad lines and count them in `Trace.skipped_lines`. A truncated file or a file
             without requests is still an error.
         progress: called repeatedly with the share of the file that has been read, 0 to 1.

@@ -15,7 +15,9 @@ from kvoffload.traces.trace import Trace, codes_by_appearance, offsets_of
 from kvoffload.traces.workloads import BUILTIN, builtin
 
 _LEAST_SHARE = 0.005
-"""Smaller shares are raised to this value, because the distance compares ratios."""
+"""Smallest value of a feature that is a share. Smaller shares, such as 0, are replaced by it, because the
+distance divides features by each other.
+"""
 
 
 def features(statistics: TraceStatistics) -> dict[str, float]:
@@ -61,8 +63,8 @@ def distance(first: Mapping[str, float], second: Mapping[str, float]) -> float:
 def comparable(trace: Trace) -> Trace:
     """Prepare a trace for comparison with workloads: blocks of about 512 tokens, no named sessions.
 
-    Blocks are merged by selecting every n-th id of a request: an id identifies a whole prefix, so the id also
-    identifies a block of n times the size.
+    To merge `n` blocks into one, every n-th id of a request is kept: an id identifies a whole prefix, so it
+    also identifies a block of `n` times the size.
     """
     trace = trace if trace.sessions is None else replace(trace, sessions=None)
     several = DEFAULT_BLOCK_TOKENS // trace.block_tokens

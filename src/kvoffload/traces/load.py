@@ -14,9 +14,9 @@ from kvoffload.traces.trace import Trace
 def at_load(trace: Trace, load: float) -> Trace:
     """Multiply the arrival rate of sessions by `load`.
 
-    Gaps within a session do not change, because users do not think faster under load. The recording becomes
-    shorter, at most by the factor `load`. `statistics.describe` defines sessions. Cost: 0.2 s per million
-    block references.
+    Gaps within a session do not change, because users do not think faster under load. If `load` is above 1,
+    the recording becomes shorter, at most by the factor `load`. `statistics.describe` defines sessions. Cost:
+    0.2 s per million block references.
     """
     if convert("load", load, Positive) == 1 or not trace.requests:
         return trace

@@ -1,4 +1,4 @@
-"""Sessions that are named in the requests of a recording, in contrast to sessions inferred from blocks."""
+"""Sessions that a recording names in its requests. `traces.statistics` infers sessions without names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _MOST_CHATS = 1 << 17
 
 
 class SessionNames(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """Fields that name a session. Values are whole numbers or texts; any other value counts as absent."""
+    """The fields of a request that may name its session.
+
+    A value is a whole number or a text; other values are ignored.
+    """
 
     session: Any = None
     session_id: Any = None
@@ -23,7 +26,7 @@ class SessionNames(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 
 SESSION_FIELDS = ("session", "session_id", "conversation_id", "chat_id")
-"""Fields that name a session. The first field with a name counts."""
+"""Names of the fields that may name a session. If several are set, the first of them counts."""
 
 
 def first_name(*values: object) -> str:
@@ -37,10 +40,10 @@ def first_name(*values: object) -> str:
 class NamedSessions:
     """Names the session of each request by the request's fields.
 
-    In recordings with `parent_chat_id`, such as Qwen-Bailian's, `chat_id` names a single request. The chain
-    of parents then leads to the first chat, which names the session.
+    If a recording has `parent_chat_id`, as Qwen-Bailian's does, `chat_id` names a single request. The chain
+    of parents leads to the first chat, and its name becomes the name of the session.
 
-    Memory: the last 131,072 chats. If the parent of a chat is not among them, or has not occurred yet, the
+    Memory: the last 131,072 chats. If the parent of a chat is not among these, or has not occurred yet, the
     parent's name becomes the name of the session.
     """
 

@@ -20,14 +20,19 @@ from kvoffload.traces.trace import Trace
 from kvoffload.traces.workloads import LogNormal, Workload
 
 _Segment: TypeAlias = "int | tuple[str, int]"
-"""Identity of a text: a unique number for a text that occurs once, (kind, number) for a shared text."""
+"""Identity of a text. It is a unique number for a text that occurs once, and a pair (kind, number) for a
+shared text.
+"""
 
 _EMPTY = 0
 
 
 @dataclass(frozen=True)
 class _Context:
-    """A context: ids of its full blocks, length in tokens, identity. Equal contexts have equal identities."""
+    """A context: the ids of its full blocks, its length in tokens, and its identity.
+
+    Equal contexts have equal identities.
+    """
 
     blocks: tuple[int, ...] = ()
     tokens: int = 0
@@ -46,8 +51,9 @@ class _Request:
 def generate(workload: Workload) -> Trace:
     """Generate all sessions and merge their requests by time.
 
-    Time wraps around: requests after the end move to the start, as if their sessions had begun before the
-    recording. So the load is even, and the number of requests does not depend on the load.
+    Time wraps around: a request that would arrive after the end of the recording moves to its start, as if
+    its session had begun before the recording. So the load is even, and the number of requests does not
+    depend on it.
 
     Cost: about 0.7 s per million block references.
     """
@@ -142,9 +148,10 @@ class _Server:
         return self._append(_Context(), ("prompt", prompt), self._workload.shared_prompt_tokens)
 
     def _write(self, context: _Context, prompt: int, tokens: int) -> _Context:
-        """Append a unique text of `tokens` tokens to a context.
+        """Append a unique text, whose length is `tokens`, to a context.
 
-        If the context would become too long, it is first replaced by shared prompt `prompt` and a summary.
+        If the context would become too long, it is first replaced by the shared prompt number `prompt` and a
+        summary.
         """
         workload = self._workload
         if context.tokens + tokens > workload.context_limit_tokens:
@@ -158,7 +165,10 @@ class _Server:
         return self._append(context, self._unique_segments, tokens)
 
     def _append(self, context: _Context, segment: _Segment, tokens: int) -> _Context:
-        """Append the text `segment` of `tokens` tokens to a context. Equal arguments give equal contexts."""
+        """Append the text `segment`, whose length is `tokens`, to a context.
+
+        Equal arguments give equal contexts.
+        """
         before, total = context.identity, context.tokens + tokens
         completed = range(len(context.blocks), total // self._workload.block_tokens)
         blocks = [self._blocks.setdefault((before, segment, i), len(self._blocks)) for i in completed]

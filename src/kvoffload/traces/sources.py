@@ -27,15 +27,15 @@ def load_trace(
     """Generate a built-in workload or read a file.
 
     Args:
-        time_unit: ``s`` or ``ms``, for a file that does not state the unit of its times. None: ms, and an
-            error if requests or answers are then implausibly fast.
+        time_unit: ``s`` or ``ms``, for a file that does not state the unit of its times. If it is None, ms is
+            assumed, and an error is raised if requests or answers would then be implausibly fast.
 
-    Built-in names take precedence over files (``./chat`` is a file). ``-`` is standard input. Arguments as
-    for `read_trace`; blocks of a workload have `block_tokens` tokens, by default 512.
+    Built-in names take precedence over files (``./chat`` is a file). ``-`` is standard input. `read_trace`
+    describes the other arguments. The blocks of a workload have `block_tokens` tokens, by default 512.
 
     Raises:
         ConfigError: there is no such workload or file.
-        TraceError: as `read_trace`, or the times are implausible.
+        TraceError: see `read_trace`; also if the times are implausible.
     """
     if str(name_or_path) in BUILTIN:
         tokens = DEFAULT_BLOCK_TOKENS if block_tokens is None else block_tokens
@@ -50,7 +50,7 @@ def load_trace(
 def block_tokens_of(name_or_path: str | Path, block_tokens: int | None = None) -> int:
     """Return the block size of the trace that `load_trace` would load; reads only the first line.
 
-    Standard input and pipes are not read; 512 is assumed. Raises as `load_trace`.
+    Standard input and pipes are not read: the result is 512. Raises the errors of `load_trace`.
     """
     check_trace(name_or_path)
     if block_tokens is not None:

@@ -33,9 +33,10 @@ class TraceStatistics:
     """Statistics of a trace, as `describe` computes them.
 
     *Sessions* are named by the recording (`Trace.sessions`), or inferred: a request that begins with all
-    blocks of an earlier request is the next turn of the earlier request's session. The exception are blocks
-    of a *shared prompt*, which more than eight different blocks follow in the trace. As a consequence, equal
-    questions about a document count as one session.
+    blocks of an earlier request is the next turn of the earlier request's session. There is one exception: an
+    earlier request that ends with a *shared prompt* is not continued. A block belongs to a shared prompt if
+    more than eight different blocks follow it in the trace. The rule has a side effect: users who ask the
+    same question about a document count as one session.
 
     An inference is *unambiguous* in two cases. First, the request has blocks, and shares no blocks with
     earlier requests except a shared prompt. Second, the request is the only continuation of exactly one
@@ -49,11 +50,12 @@ class TraceStatistics:
         named_share: share of the requests whose session the recording names.
         unambiguous_share: share of unambiguous inferences among the requests without a named session; None if
             all sessions are named.
-        turns_per_session, mean_turns: number of requests of a session.
+        turns_per_session, mean_turns: percentiles and mean of the number of requests of a session.
         turn_gap_s: time from a turn to the next turn.
         new_blocks_first_turn, new_blocks_next_turn: number of blocks of a session's first request, and of a
             later request, that no earlier request had.
-        concurrent_sessions: mean number of sessions in progress, from a session's first to its last request.
+        concurrent_sessions: mean number of sessions in progress. A session is in progress from its first to
+            its last request.
         reuse_time_s: time from a use of a block to its next use.
         reuse_distance_blocks: number of distinct blocks used between two uses of a block. A request uses its
             blocks from tail to head. An LRU cache hits if its capacity is larger than this distance.
@@ -208,7 +210,7 @@ def _fan_out(trace: Trace, first_seen: _Int64s) -> _Int64s:
 def _previous_turns(
     trace: Trace, request_of: _Int64s, first_seen: _Int64s, shared: _Int64s, fan_out: _Int64s
 ) -> tuple[_Int64s, npt.NDArray[np.bool_]]:
-    """Return `Turns.previous_turn` without regard to named sessions, and `Turns.is_unambiguous`.
+    """Return two arrays: `Turns.previous_turn` as if no session were named, and `Turns.is_unambiguous`.
 
     `shared`: for each request, the number of leading blocks that earlier requests used.
     """
@@ -232,7 +234,7 @@ def _previous_turns(
 
 
 def _in_named_sessions(inferred: _Int64s, named: npt.NDArray[np.integer]) -> _Int64s:
-    """Return the previous turn of each request, with regard to named sessions.
+    """Return the previous turn of each request, corrected by the named sessions.
 
     In a named session, the previous turn is the inferred request if it belongs to the session, or else the
     session's latest earlier request.

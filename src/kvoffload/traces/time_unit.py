@@ -1,4 +1,4 @@
-"""The unit of a recording's times: as stated by the file or the user, else assumed and checked."""
+"""The unit of a recording's times. If neither the file nor the user states it, ms is assumed and checked."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from kvoffload.traces.trace import SECONDS, Trace
 _MOST_REQUESTS_PER_S = 1000
 """Highest plausible rate of a recording. Busy fleets have hundreds of requests per second."""
 _MOST_TOKENS_PER_S = 1000
-"""Highest plausible speed of one answer. In recordings, the tokens of an answer divided by the time to the
-next turn have a median of 2 to 14 per second; 2,000 to 14,000 if seconds are read as ms."""
+"""Highest plausible speed of one answer: its tokens divided by the time to the next turn. In recordings the
+median is 2 to 14 per second. If their seconds are read as ms, it becomes 2,000 to 14,000."""
 _FEWEST_TURNS = 20
 _LONGEST_S = 3600
 """Longest recording whose unit is checked, in seconds. An hour of ms, read as seconds, would last 41 days."""
 
 
 def in_unit(trace: Trace, unit: str | None, name_or_path: str | Path) -> Trace:
-    """Return the trace with times that were read in the user's unit.
+    """Convert the times of a trace whose file does not state their unit. Returns the converted trace.
 
-    If `unit` is None, the times stay as they were read, and an error is raised if they are implausible.
+    `unit` is the unit that the user states. If it is None, ms is assumed, and `TraceError` is raised if the
+    times would then be implausible. If the file states the unit, the trace is returned unchanged.
 
-    Cost: a call of `turns` for an assumed unit. Raises `ConfigError`, `TraceError`.
+    Cost: a call of `turns` if the unit is assumed. Raises: `TraceError`; `ConfigError` if `unit` is not the
+    unit that the file states.
     """
     if unit is not None and trace.time_unit not in ("", unit):
         raise ConfigError("time-unit", unit, f"the times of {name_or_path} are in {trace.time_unit}")

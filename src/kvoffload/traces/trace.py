@@ -18,9 +18,12 @@ from kvoffload.text import duration
 
 SECONDS, MILLISECONDS = "s", "ms"
 _MANY_REQUESTS = 100
-"""If at least this many requests name the same session, the name is probably a constant field."""
+"""Number of requests. If this many or more name the same session, the field is probably a constant."""
 _SHORT_S = 60
-"""Recordings of many requests that are shorter than this are suspicious if their time unit is assumed."""
+"""Duration in seconds.
+
+A recording of many requests that is shorter is suspicious if its time unit was assumed.
+"""
 
 
 def offsets_of(lengths: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
@@ -87,10 +90,11 @@ class Trace:
         hints: hints of the requests; None if there are none.
         prompt_tokens: length of each prompt, including the tokens after its last whole block; int64. None if
             the source counts only whole blocks.
-        assumed: assumptions of the conversion that made the file, also in `name`; empty if there are none.
+        assumed: assumptions of the conversion that made the file; empty if there are none. `name` has them,
+            too.
         sessions: number of each request's session, or -1 if the recording does not name it; int32. None if
             the recording names no sessions.
-        served_tokens: for each place of the recorded server's cache (``gpu``, ``host``, ...), the number of
+        served_tokens: mapping: place of the recorded server's cache (``gpu``, ``host``, ...) -> number of
             prompt tokens of each request that were cached there; int64. None if the recording lacks these
             numbers.
     """
@@ -131,7 +135,7 @@ class Trace:
 
     @property
     def request_of(self) -> npt.NDArray[np.int64]:
-        """Number of the request of each block reference."""
+        """Index of the request to which each block reference belongs."""
         return np.repeat(np.arange(self.requests), np.diff(self.offsets))
 
     @property
@@ -141,7 +145,7 @@ class Trace:
 
     @property
     def share_outside_blocks(self) -> float | None:
-        """Share of the prompt tokens that are in no whole block; None without `prompt_tokens`."""
+        """Share of the prompt tokens that are in no whole block; None if `prompt_tokens` is None."""
         if self.prompt_tokens is None:
             return None
         return 1 - self.block_refs * self.block_tokens / max(1, int(self.prompt_tokens.sum()))
@@ -161,7 +165,7 @@ class Trace:
 
     @property
     def warnings(self) -> list[str]:
-        """Sentences about faults of the recording that change results; empty if there are none."""
+        """Sentences about defects of the recording that change results; empty if there are none."""
         if self.requests < _MANY_REQUESTS:
             return []
         warnings = []
@@ -187,7 +191,11 @@ class Trace:
     def places_of(
         self, requests: npt.NDArray[np.integer]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the offsets of these requests among each other, and the index in `refs` of each block."""
+        """Return where the blocks of these requests are: offsets and indices.
+
+        With the blocks of the requests one after the other, the offsets mark where each request starts, like
+        `Trace.offsets`. The indices give the position of each of these blocks in `refs`.
+        """
         lengths = np.diff(self.offsets)[requests]
         offsets = offsets_of(lengths)
         starts = np.repeat(self.offsets[:-1][requests] - offsets[:-1], lengths)

@@ -17,7 +17,7 @@ class Period(NamedTuple):
         different_blocks: number of distinct blocks that were used. A cache of this capacity would hold all of
             them.
         new_blocks: number of blocks that no earlier period used.
-        ceiling: share of references to blocks that were used before, in this or an earlier period.
+        ceiling: share of the period's references whose block was used before, in this or an earlier period.
     """
 
     start_s: float

@@ -33,10 +33,11 @@ class Workload:
     Attributes:
         name: name of the trace, for reports.
         sessions: number of conversations, without sub-agents.
-        sessions_per_minute: load. At twice the load the same sessions begin in half the time.
+        sessions_per_minute: the load. If it is doubled, the same sessions begin in half the time.
         turns: mean number of requests of a session, without sub-agents.
-        turns_shape: a number above 1; larger values give sessions of more similar lengths. With 2 a few
-            sessions are very long; with 1000 each turn is the last with equal probability.
+        turns_shape: a number above 1. The larger it is, the more similar are the lengths of sessions. If it
+            is 2, a few sessions are very long. If it is 1000, each turn is the last with about equal
+            probability.
         think_time_s: time from a request to the session's next request: answer, tools and user.
         shared_prompts: number of system prompts; the i-th is chosen in proportion to 1/i.
         shared_prompt_tokens: length of a shared prompt.
@@ -44,7 +45,7 @@ class Workload:
         turn_tokens: length of a later message, including tool output.
         answer_tokens: length of an answer.
         documents: number of documents; the i-th is chosen in proportion to 1/i.
-        documents_per_session: documents between shared prompt and first message.
+        documents_per_session: number of documents between the shared prompt and the first message.
         document_tokens: length of a document.
         fork_share: share of turns that return to an earlier turn (edit, retry) and drop later turns.
         sub_agent_share: share of turns that wait for a sub-agent: a session with its own shared prompt.
@@ -157,7 +158,7 @@ BUILTIN = {workload.name: workload for workload in (_AGENT, _CHAT, _RAG)}
 
 
 def builtin(name: str, **overrides: Any) -> Workload:
-    """Return the preset `name` with overrides. Raises `ConfigError` for unknown names."""
+    """Return the preset `name`, with some parameters replaced. Raises `ConfigError` for unknown names."""
     if name not in BUILTIN:
         raise ConfigError("workload", name, f"allowed: {', '.join(BUILTIN)}")
     known = [field.name for field in fields(Workload) if field.name != "name"]

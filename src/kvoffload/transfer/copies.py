@@ -25,7 +25,9 @@ STREAM_FROM_BYTES = 16 * 1024
 
 
 STREAM_PARTS_FROM_BYTES = 2 * 1024
-"""Smallest part of a block that bypasses the caches, in bytes. Small, because a call copies many parts."""
+"""Smallest part of a block that bypasses the caches, in bytes. The limit is lower than `STREAM_FROM_BYTES`,
+because a call copies many parts.
+"""
 
 
 def copy_blocks(src: Blocks, src_rows: Rows, dst: Blocks, dst_rows: Rows) -> None:
@@ -79,9 +81,9 @@ def copy_parts(
     In a slot, the parts of a row are consecutive.
 
     Args:
-        rows, slots: as `check_rows` returns them. Row ``rows[i]`` is copied to or from slot ``slots[i]``.
+        rows, slots: results of `check_rows`. Row ``rows[i]`` is copied to or from slot ``slots[i]``.
 
-    Cost: 6 µs a call, then memory speed. Thread: as `copy_blocks`.
+    Cost: 6 µs a call, then memory speed. Thread: any, see `copy_blocks`.
     Raises: `ValueError` if the pool's width is not the sum of the parts' widths, or the pool is read-only.
     """
     _check_blocks("pool", pool)
@@ -113,8 +115,8 @@ def check_rows(name: str, rows: Rows, num_rows: int) -> npt.NDArray[np.int64]:
 def coalesce(src_rows: npt.NDArray[np.int64], dst_rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Split a copy into runs of rows that are consecutive on both sides.
 
-    Returns ``starts``, shape ``(runs + 1,)``. Run `r` has the positions ``starts[r]`` up to, but without,
-    ``starts[r + 1]``. The last entry of ``starts`` is the number of rows.
+    Returns ``starts``, shape ``(runs + 1,)``. Run `r` consists of the positions ``starts[r]`` to
+    ``starts[r + 1] - 1``. The last entry of ``starts`` is the number of rows.
     """
     breaks = (src_rows[1:] - src_rows[:-1] != 1) | (dst_rows[1:] - dst_rows[:-1] != 1)
     inner = np.flatnonzero(breaks) + 1

@@ -5,12 +5,14 @@ Imported only for a CUDA tensor. `plan` chooses between two ways to copy a batch
 - *runs*: one `cudaMemcpyAsync` for each run of consecutive rows. A launch costs 5-10 µs of host time; the bus
   moves half a megabyte in this time.
 - *gathered*: the device gathers scattered blocks into a buffer, and one copy moves the buffer over the bus.
-  The host then copies the blocks into their slots. A load works in reverse. Faster for many small blocks.
+  Then the host copies the blocks into their slots. A load works in reverse. This way is faster for many small
+  blocks.
 
 CUDA never accesses a pool that cannot be pinned. The host copies the blocks of such a pool through a pinned
 buffer.
 
-The functions work with any tensors, so that tests can run them on the CPU. The class adds streams.
+The module's functions work with any tensors, so that tests can run them on the CPU. The class `CudaEngine`
+adds streams.
 """
 
 from __future__ import annotations
@@ -50,8 +52,8 @@ class Plan(NamedTuple):
 def plan(device_rows: RowsArray, slots: RowsArray, block_bytes: int, packed: bool = True) -> Plan:
     """Choose between runs and gathering, by the average size of a run.
 
-    Unless the blocks are `packed` on both sides, each run is a single block. torch would copy a run with gaps
-    through a temporary buffer, which is a race with `non_blocking`.
+    If the blocks have gaps on either side (`packed` is False), each run is a single block. Reason: torch
+    would copy a run with gaps through a temporary buffer, and with `non_blocking` that buffer is a race.
     """
     starts = coalesce(device_rows, slots) if packed else np.arange(len(slots) + 1)
     num_runs = len(starts) - 1
@@ -71,10 +73,11 @@ class CudaEngine:
 
     A pool is pinned and populated (`cudaHostRegister`) from its first use until `close`, and must exist that
     long. So close the engine before the tier. If pinning fails, a warning is logged, and copies of this pool
-    are slower. Pinning fails if memory is short, read-only, or pinned by another owner.
+    are slower. Pinning fails if there is too little memory, or if the pool is read-only or pinned by another
+    owner.
 
     Args:
-        device: CUDA tensor as for `byte_rows`, kept alive by the engine.
+        device: CUDA tensor that `byte_rows` accepts. The engine keeps it alive.
 
     Thread: one at a time, of the device's process. Raises: torch's `RuntimeError` for errors of the device.
     """
@@ -194,7 +197,10 @@ def tensor_over(array: npt.NDArray[Any]) -> Tensor:
 
 
 def _wide(blocks: Tensor) -> Tensor:
-    """View the rows as 8-byte words if possible, because a device thread moves one item."""
+    """View the rows as 8-byte words if possible.
+
+    A thread of the device moves one item, so larger items are faster.
+    """
     aligned = blocks.data_ptr() | blocks.shape[1] | blocks.stride(0) | blocks.storage_offset()
     return blocks.view(torch.int64) if aligned % 8 == 0 else blocks
 

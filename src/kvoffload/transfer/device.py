@@ -10,8 +10,8 @@ from kvoffload.transfer.engine import CopyEngine, DeviceArray, HostEngine, is_te
 def copy_engine_for(device: DeviceArray | CopyEngine) -> CopyEngine:
     """Create the engine for a numpy array or a torch tensor; return an engine unchanged.
 
-    Create one engine for each device and keep it, because an engine for CUDA creates streams.
-    Raises: `TypeError` for anything else, `ValueError` as `as_blocks`.
+    Call this once for each device and keep the engine, because an engine for CUDA creates streams.
+    Raises: `TypeError` for anything else; the `ValueError` of `as_blocks`.
     """
     if isinstance(device, CopyEngine):
         return device
@@ -23,13 +23,16 @@ def copy_engine_for(device: DeviceArray | CopyEngine) -> CopyEngine:
 
 
 def gpu_blocks(num_blocks: int, block_bytes: int) -> DeviceArray | None:
-    """Allocate blocks on the first CUDA device, for measurements. Return None without torch or a device."""
+    """Allocate blocks on the first CUDA device, for measurements.
+
+    Return None if there is no torch or no device.
+    """
     torch = _torch_with_gpu()
     return None if torch is None else torch.zeros((num_blocks, block_bytes), dtype=torch.uint8, device="cuda")
 
 
 def gpu_name() -> str:
-    """Return the name of the first CUDA device; empty without torch or a device."""
+    """Return the name of the first CUDA device; empty if there is no torch or no device."""
     torch = _torch_with_gpu()
     return "" if torch is None else str(torch.cuda.get_device_name(0))
 

@@ -1,4 +1,4 @@
-"""The numerical difference of two blocks, and the limits of rounding. For audits."""
+"""The numerical difference of two blocks, and the limit up to which it may be rounding. Used by audits."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ torch: Any = untyped_torch
 
 LIMITS = {"float32": 0.005, "float16": 0.1, "bfloat16": 0.25, "float8_e4m3fn": 0.3, "float8_e5m2": 0.5}
 """Largest difference that counts as rounding, by the type of the stored values. Each limit is at least four
-times the measured maximum, in random models of 4 to 80 layers compared with float32. Unrelated blocks differ
-by 1.4 to 1.8 (docs/canary.md)."""
+times the largest difference measured in random models of 4 to 80 layers, compared with float32. For
+comparison: unrelated blocks differ by 1.4 to 1.8 (docs/canary.md)."""
 _TF32_LIMIT = 0.1
 """Limit for float32 on a GPU, where kernels may multiply with the precision of float16."""
 
 RUN_VALUES = 64
 """Number of values in a run: about one head of one token, in every layout."""
 _LEAST_SHARE = 0.01
-"""Smallest divisor of a run's difference, as a share of the block's root mean square."""
+"""Lower limit of the divisor in `difference`, as a share of the block's root mean square."""
 
 
 def difference(computed: Blocks, stored: Blocks, value_type: str) -> float:

@@ -51,11 +51,11 @@ class CopyEngine(Protocol):
     def block_bytes(self) -> int: ...
 
     def store(self, device_rows: Rows, pool: Blocks, slots: Rows) -> Transfer:
-        """Copy device to tier: ``pool[slots[i]] = device[device_rows[i]]``."""
+        """Copy from the device to the pool: ``pool[slots[i]] = device[device_rows[i]]``."""
         ...
 
     def load(self, pool: Blocks, slots: Rows, device_rows: Rows) -> Transfer:
-        """Copy tier to device: ``device[device_rows[i]] = pool[slots[i]]``."""
+        """Copy from the pool to the device: ``device[device_rows[i]] = pool[slots[i]]``."""
         ...
 
     def close(self) -> None:
@@ -67,7 +67,7 @@ class HostEngine:
     """The engine of a device in host memory. Each copy is done when the call returns.
 
     Args:
-        device: as for `as_blocks`; its memory is used in place.
+        device: argument of `as_blocks`. Its memory is used in place.
 
     Thread: any; two threads may copy different rows at a time.
     """
@@ -157,9 +157,9 @@ def _not_blocks(device: DeviceArray) -> ValueError:
 
 
 def cpu_capability() -> str:
-    """Return torch's name for this CPU's capability, such as ``AVX512``; empty without torch.
+    """Return torch's name for this CPU's capability, such as ``AVX512``; empty if torch is not installed.
 
-    The KV layout of engines depends on it.
+    The KV layout of engines depends on this capability.
     """
     torch = sys.modules.get("torch")
     return "" if torch is None else str(torch.backends.cpu.get_cpu_capability())

@@ -76,7 +76,8 @@ class HostParts:
 class DeviceParts:
     """Parts on one device of torch. Whole slots cross the bus in one copy; the device spreads their parts.
 
-    Copies run on the stream that was current when the object was created, in order with other work there.
+    Copies run on the stream that was current when the object was created, in order with the other work of
+    that stream.
     """
 
     def __init__(self, views: Sequence[View]) -> None:
@@ -128,7 +129,7 @@ class DeviceParts:
 
 
 def _items(tensor: View) -> View:
-    """View a tensor as integers of the same size, because few operations support the dtypes of 8 bits."""
+    """View a tensor as integers of the same size, because few operations support 8-bit float types."""
     return tensor.detach().view(getattr(sys.modules["torch"], _SAME_SIZE[tensor.element_size()]))
 
 

@@ -28,7 +28,10 @@ logger = logging.getLogger(__name__)
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices of the process.
 ABANDONED: list[Blocks] = []
-"""Pools that a device may still write, because synchronizing it failed. Their memory is never reused."""
+"""Pools to which a device may still write, because waiting for the device failed.
+
+Their memory is never reused.
+"""
 
 
 def on_device(device: Any) -> Any:
@@ -150,7 +153,7 @@ def _register(address: int, num_bytes: int) -> int:
 
 
 def clear_error() -> None:
-    """Clear the runtime's pending error. The check after the next kernel launch would raise it."""
+    """Clear the runtime's pending error. Otherwise the check after the next kernel launch would raise it."""
     cudart = torch.cuda.cudart()
     if hasattr(cudart, "cudaGetLastError"):
         cudart.cudaGetLastError()
@@ -174,5 +177,5 @@ def runtime_library() -> Any | None:
 
 @cache
 def warn_once(message: str) -> None:
-    """Log a warning, each message once."""
+    """Log a warning, unless the same message was logged before."""
     logger.warning("%s", message)

@@ -1,6 +1,6 @@
 """Reads blocks of a tensor to host memory, after the work already submitted to the device.
 
-Independent of `cuda`, so that audits can check the copies of `cuda`. These copies are slower.
+Independent of `cuda`, so that audits can check the copies that `cuda` makes. Slower than `cuda`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ torch: Any = untyped_torch
 def submitted_work(device: Any) -> Callable[[], None]:
     """Return a function that waits for the work submitted so far.
 
-    On CUDA it waits for the current stream, otherwise for the device. Thread of the function: any. It raises
-    `OSError` if the wait fails.
+    On CUDA the function waits for the work of the stream that is current now, otherwise for the whole device.
+    The function may run in any thread. It raises `OSError` if the wait fails.
     """
     if device.type == "cpu":
         return lambda: None

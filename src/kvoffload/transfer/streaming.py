@@ -2,7 +2,7 @@
 
 An ordinary store first reads the cache line that it overwrites, which makes three bus transfers instead of
 two. It also evicts data of other threads. LLVM compiles a vector store marked `!nontemporal` to a streaming
-store (`vmovntps` on x86, `stnp` on ARM). Without such an instruction, LLVM compiles an ordinary store.
+store (`vmovntps` on x86, `stnp` on ARM). If the CPU has no such instruction, LLVM compiles an ordinary store.
 Addresses are plain integers and are not checked.
 """
 

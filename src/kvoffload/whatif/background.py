@@ -47,7 +47,10 @@ class Background:
         self._tasks.put(task)
 
     def check(self) -> None:
-        """Raise the exception of the last task, once. An exit (`SystemExit`) is raised as `RuntimeError`."""
+        """Raise the exception of the last task, if it has failed. Each exception is raised once.
+
+        A `SystemExit` is raised as a `RuntimeError`.
+        """
         if self._errors:
             raise self._errors.pop()
 

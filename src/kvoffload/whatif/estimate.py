@@ -1,15 +1,15 @@
 """Estimates of hit ratios from the misses in a sample, with their errors.
 
 The hit ratio is 1 minus the miss ratio. The miss ratio is the number of sampled misses times the sampling
-factor, divided by the number of *all* looked-up blocks. Misses are counted instead of hits, because the
-number of sampled hits depends on whether a block of the system prompt is in the sample. Such blocks are
-rarely missed (SHARDS-adj, Waldspurger et al., FAST'15).
+factor, divided by the number of *all* looked-up blocks. Misses are counted instead of hits for this reason:
+the number of sampled hits depends strongly on the chance that a block of the system prompt is in the sample,
+while such blocks are rarely missed (SHARDS-adj, Waldspurger et al., FAST'15).
 
 An error is half the width of a 95 % interval, and has three independent parts:
 
-- *misses*: other blocks could have been sampled. This part is estimated from the spread of the misses over
+- *misses*: another sample would have other misses. This part is estimated from the spread of the misses over
   groups of keys (random groups: Wolter, Introduction to Variance Estimation, 2007, chapter 2).
-- *capacity*: the number of sampled blocks in a cache varies, but a shadow has a fixed number of slots. A
+- *capacity*: a cache holds a varying number of sampled blocks, but a shadow has a fixed number of slots. A
   shadow with `n` slots behaves like a cache whose capacity has a relative error of
   ``sqrt((1 - 1 / one_in) / n)``. The effect on the hit ratio `h` follows from an assumed curve,
   ``h = 1 - exp(-capacity)``. The derivative of `h` by the logarithm of the capacity is
@@ -117,8 +117,8 @@ def _spread(missed: MissArray, one_in: int, per_block: float) -> float:
     """Return the variance of a hit ratio that is due to the choice of the sampled blocks.
 
     Args:
-        missed: number of misses in each group of keys. Or the difference of two shadows' numbers; the result
-            is then the variance of the gain.
+        missed: number of misses in each group of keys. If it is the difference of two shadows' numbers, the
+            result is the variance of the gain.
         per_block: share of the miss ratio that one sampled miss contributes.
     """
     groups = len(missed)
@@ -132,10 +132,10 @@ def _slope(ratio: float) -> float:
 
 
 def _off(shadow: Counted, one_in: int) -> float:
-    """Return the standard error of the logarithm of the capacity that a shadow stands for.
+    """Return the standard error of the logarithm of the capacity that a shadow represents.
 
-    The shadow has whole slots for a random sample of the blocks, so it stands for a capacity that is not
-    exactly `one_in` times its own.
+    The slots of the shadow hold a random sample of the blocks. Therefore the shadow represents a capacity
+    that is not exactly `one_in` times its own.
     """
     return math.sqrt((1 - 1 / one_in) / shadow.num_slots)
 

@@ -17,14 +17,19 @@ from kvoffload.whatif.sample import Sample
 from kvoffload.whatif.shadows import Shadows
 
 PERIOD_S = 3600.0
-"""Length of a period. Estimates cover the last one to two periods. Advice is given at most once a period."""
+"""Length of a period in seconds. Estimates cover the current and the previous period. Advice is given at most
+once a period.
+"""
 REPORT_S = 10.0
 TOKENS_PER_SAMPLED_BLOCK = 3072
 LEAST_ONE_IN = 8
 
 
 def usual_one_in(tokens_per_block: int) -> int:
-    """Return the default `one_in` of an engine: one sampled block per 3,072 tokens, but at least 8."""
+    """Return the default `one_in` of an engine: one block per 3,072 tokens is sampled.
+
+    `one_in` is at least 8.
+    """
     return max(LEAST_ONE_IN, TOKENS_PER_SAMPLED_BLOCK // max(1, tokens_per_block))
 
 
@@ -32,13 +37,14 @@ class LiveShadows:
     """Shadows beside a serving manager.
 
     Args:
-        shadows: the shadows; their `on_failure` is replaced.
+        shadows: the shadows. This object replaces their `on_failure`.
         now_s: monotonic time.
         log: receives advice and failures.
         background: runs the shadows; by default a thread of this object.
 
-    Thread: the scheduler's. Cost: independent of the number of shadows. Only `finished` depends on the number
-    of blocks: it reads the blocks of its request. `due` takes 0.3 ms every ten seconds.
+    Thread: the scheduler's. Cost: independent of the number of shadows. `finished` reads all blocks of its
+    request; the cost of every other method does not depend on the number of blocks. `due` takes 0.3 ms every
+    ten seconds.
     """
 
     def __init__(
@@ -56,7 +62,7 @@ class LiveShadows:
 
     @property
     def shadows(self) -> Shadows | None:
-        """The shadows; None after `close`, and after an internal error that removed all shadows."""
+        """The shadows; None after `close`, or after an internal error, which removes all shadows."""
         return self._shadows
 
     def fail(self, label: str, error: Exception) -> None:
@@ -64,7 +70,7 @@ class LiveShadows:
         self._log.error("kvoffload: what_if %s has failed and is left out: %r", label, error)
 
     def finished(self, ctx: RequestContext, num_skipped: int = -1, asked_end: int = -1) -> None:
-        """Report a finished request, see `Shadows.finished`."""
+        """Record a finished request, see `Shadows.finished`."""
         if self._shadows is not None:
             try:  # not `_contained`, because the context manager takes as long as the report
                 self._shadows.finished(ctx, num_skipped, asked_end)
@@ -120,7 +126,10 @@ class LiveShadows:
         self._made.append(shadows)
 
     def reset(self) -> None:
-        """Forget all blocks, as the serving manager does; the thread clears the shadows."""
+        """Forget all blocks, because the serving manager has forgotten its blocks.
+
+        The thread clears the shadows.
+        """
         if self._shadows is not None:
             with self._contained():
                 self._shadows.forget()
@@ -141,10 +150,10 @@ class LiveShadows:
         self._background.close()
 
     def due(self, now_s: float) -> list[Estimate]:
-        """Return new estimates, at most every ten seconds and only while the thread is idle.
+        """Return new estimates: at most every ten seconds, and only while the thread is idle.
 
-        Returns an empty list at other times, and before any lookup. Estimates include the requests that
-        the thread has served.
+        Returns an empty list at other times, and before the first lookup. Estimates include the requests that
+        the thread has served so far.
 
         At the end of a period advice is logged if the gain of a setting exceeds its error.
         """
@@ -167,7 +176,10 @@ class LiveShadows:
 
     @contextlib.contextmanager
     def _contained(self) -> Iterator[None]:
-        """Log an error that is raised in this context, and remove all shadows."""
+        """Return a context in which an error is logged instead of raised.
+
+        The error also removes all shadows.
+        """
         try:
             yield
         except Exception as error:

@@ -1,9 +1,9 @@
 """The sample of a shadow: one block in `one_in`, chosen by the hash of its key.
 
 A key identifies its block and the whole prefix before the block. So if two requests share a prefix, the same
-blocks of the prefix are sampled in both. The sampled blocks of a request are a path that is shorter by the
+blocks of the prefix are sampled in both. The sampled blocks of a request form a path that is shorter by the
 factor `one_in`, and the shadow's cache is smaller by the same factor. A sample of whole requests or sessions
-would have to be much larger, because it would include a shared system prompt either completely or not at all.
+would need to be much larger: by chance it would contain all blocks of a shared system prompt, or none.
 
 A sample holds 64-bit hashes of keys. The keys of a shadow have 8 bytes and the same hashes as the original
 keys, so that policies and indexes make the same decisions.
@@ -58,7 +58,7 @@ class Sample:
     """The sampled blocks of the requests since the last `clear`.
 
     Args:
-        one_in, seed: as in `Recorded`.
+        one_in, seed: see `Recorded`.
 
     Attributes:
         state: the sampled blocks of the requests.
@@ -83,9 +83,10 @@ class Sample:
         Args:
             ctx: a finished request.
             labels: assigns numbers to the hints.
-            num_skipped: number of leading blocks that were not looked up. -1: the blocks before the request's
-                first `lookup`, or all blocks if there was no lookup.
-            asked_end: number of leading blocks up to the last looked-up block, inclusive; -1: all blocks.
+            num_skipped: number of leading blocks that were not looked up. The value -1 stands for the blocks
+                before the request's first `lookup`, or for all blocks if there was no lookup.
+            asked_end: number of leading blocks up to and including the last looked-up block; -1 stands for
+                all blocks.
 
         Cost: a nanosecond for each block of the path.
         """

@@ -32,9 +32,9 @@ class WhatIf:
     """Changes of the serving manager's settings.
 
     Attributes:
-        policy: another eviction policy; None: no change.
-        admission: another admission rule; None: no change.
-        capacity: factor by which the capacity of RAM changes, at most `MOST_CAPACITY`; 1: no change.
+        policy: another eviction policy, or None for no change.
+        admission: another admission rule, or None for no change.
+        capacity: factor by which the capacity of RAM changes, at most `MOST_CAPACITY`; 1 for no change.
     """
 
     policy: PolicyName | None = None
@@ -105,9 +105,9 @@ class WhatIfParser:
 
 
 def _named(field: str, text: str) -> dict[str, str]:
-    """Split ``policy=s3fifo,small_share=0.2,capacity=2`` at the names of options.
+    """Split a text such as ``policy=s3fifo,small_share=0.2,capacity=2`` at the names of options.
 
-    Any other name is a parameter of the preceding option.
+    A name that is not an option is a parameter of the preceding option.
     """
     values, name = dict[str, str](), ""
     for part in text.strip().split(","):

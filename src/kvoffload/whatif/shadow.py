@@ -1,8 +1,8 @@
-"""A shadow: a manager without blocks' data that serves the sampled blocks of every request.
+"""A shadow: a manager that holds no bytes of blocks, and serves the sampled blocks of every request.
 
-The manager and its policy have the same classes as a serving manager and its policy. After a request has
-finished, the shadow repeats its calls: look up, store the missing blocks, finish. If the policy is compiled
-and there is no admission rule, a kernel repeats the calls of many requests without the GIL.
+The manager and its policy have the same classes as the serving manager and its policy. After a request has
+finished, the shadow repeats the request's calls: look up, store the missing blocks, finish. If the policy is
+compiled and there is no admission rule, a kernel repeats the calls of many requests without the GIL.
 """
 
 from __future__ import annotations
@@ -43,15 +43,17 @@ def _scaled(admission: str | type[Admission] | None, one_in: int) -> type[Admiss
 
 
 class Shadow:
-    """A manager without blocks' data, which shows the effect of other settings on a sample of the requests.
+    """A manager that holds no bytes of blocks.
+
+    It shows the effect of other settings on a sample of the blocks.
 
     Args:
         setting: settings that differ from the serving manager's.
-        capacity_blocks: number of slots of the serving manager. The shadow has `setting.capacity / one_in`
-            times as many.
-        one_in: the sample has one of this many blocks.
+        capacity_blocks: number of slots of the serving manager. The number of the shadow's slots is this
+            number times `setting.capacity / one_in`.
+        one_in: one block in `one_in` is in the sample.
         most_slots: limit of the number of slots of the shadow.
-        policy, admission, refuses_unasked: settings of the serving manager, as for `OffloadingManager`.
+        policy, admission, refuses_unasked: settings of the serving manager, see `OffloadingManager`.
 
     Attributes:
         manager: the shadow's manager.
@@ -123,7 +125,10 @@ class Shadow:
             raise PolicyError(f"policy {self.manager.policy.name!r} named an invalid victim")
 
     def _live_by_calls(self, sample: Sample, keys: Keys) -> None:
-        """Replay the sample with a policy in Python or an admission rule. Yields the GIL between requests."""
+        """Replay the sample if the policy is in Python or there is an admission rule.
+
+        Yields the GIL between requests.
+        """
         recorded, start = sample.state, 0
         for row, hints in zip(recorded.requests[: recorded.num_requests].tolist(), sample.hints, strict=True):
             end = row[END_ROW]
@@ -142,7 +147,7 @@ class Shadow:
         manager.finish_request(ctx, hints=hints)
 
     def counted(self) -> Counted:
-        """Return the misses since the second-last call of `rotate`."""
+        """Return the misses since the last call of `rotate` but one."""
         return Counted(self.setting.label, self.missed + self._before, self.manager.capacity_blocks)
 
     def rotate(self) -> None:

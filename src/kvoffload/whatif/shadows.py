@@ -22,7 +22,7 @@ from kvoffload.whatif.shadow import Shadow
 ONE_IN = 8
 """Default of `one_in`."""
 ENOUGH_REQUESTS, ENOUGH_BLOCKS = 1024, 8192
-"""Number of recorded requests, and of sampled blocks, at which a call of `work` is due."""
+"""A call of `work` is due at this number of recorded requests, or at this number of sampled blocks."""
 
 
 class Shadows:
@@ -30,19 +30,19 @@ class Shadows:
 
     Args:
         settings: the settings to try.
-        capacity_blocks, policy, admission: settings of the serving manager, as for `OffloadingManager`.
-            `admission` must be a name or a class, because each manager has its own rule.
+        capacity_blocks, policy, admission: settings of the serving manager, see `OffloadingManager`.
+            `admission` must be a name or a class, because each shadow creates its own rule.
         one_in: one block in this many is sampled.
         most_blocks: number of different blocks in all requests, if known. It limits the slots of the shadows.
-        refuses_unasked: as for `OffloadingManager`; False if the serving manager has tiers behind RAM.
+        refuses_unasked: see `OffloadingManager`. Must be False if the serving manager has tiers behind RAM.
         seed: selects the sampled blocks.
 
     Attributes:
-        on_failure: called with the label and the error of a setting whose policy or rule has failed. Its
-            shadow is removed. None, the default: the error is raised.
+        on_failure: called with the label and the error of a setting whose policy or rule has failed; the
+            setting's shadow is removed. If it is None (the default), the error is raised.
         members: the shadows, the current setting's first; a failed shadow is removed.
-        num_looked_up: number of looked-up blocks of the requests that the shadows have served since the
-            second-last call of `rotate`.
+        num_looked_up: number of looked-up blocks of the requests that the shadows have served since the last
+            call of `rotate` but one.
         num_left_out: number of requests that exceeded the limits of the sample.
 
     Thread: the scheduler's; while another thread runs `serve` or `reset_blocks`, only `finished`, `forget`,
@@ -100,9 +100,9 @@ class Shadows:
 
     @property
     def is_due(self) -> bool:
-        """True if enough is recorded for a call of `work`.
+        """True if enough requests are recorded for a call of `work`.
 
-        Small calls are slow, because each call starts with cold CPU caches.
+        Calls for few requests are inefficient, because each call starts with cold CPU caches.
         """
         recorded = self._recording.state
         return recorded.num_requests >= ENOUGH_REQUESTS or recorded.num_keys >= ENOUGH_BLOCKS
@@ -116,7 +116,7 @@ class Shadows:
     def finished(self, ctx: RequestContext, num_skipped: int = -1, asked_end: int = -1) -> None:
         """Report a request of the serving manager, after its `finish_request`.
 
-        `num_skipped`, `asked_end`: as for `Sample.take`.
+        `num_skipped` and `asked_end` are arguments of `Sample.take`.
 
         Cost: a nanosecond for each block of the request, and a microsecond.
         """
@@ -128,7 +128,10 @@ class Shadows:
         self.serve(self.take())
 
     def take(self) -> Sample:
-        """Return the recorded requests for `serve`. The previously returned sample must have been served."""
+        """Return the recorded requests as a sample, to be passed to `serve`.
+
+        The sample must have been served before this method is called again.
+        """
         taken, self._recording, self._spare = self._recording, self._spare, self._recording
         return taken
 
@@ -168,7 +171,7 @@ class Shadows:
         return estimates(counted, self.num_looked_up, self.one_in)
 
     def rotate(self) -> None:
-        """Start new counts. Estimates cover the requests served since the second-last rotation."""
+        """Start new counts. Estimates cover the requests that were served since the last call but one."""
         for shadow in self.members:
             shadow.rotate()
         self._looked_up_before, self._looked_up = self._looked_up, 0
@@ -178,7 +181,10 @@ class Shadows:
         self._recording.clear()
 
     def reset(self) -> None:
-        """Forget all blocks and recorded requests, as the serving manager does. Counts are kept."""
+        """Forget all blocks and recorded requests, because the serving manager has forgotten its blocks.
+
+        Counts are kept.
+        """
         self.forget()
         self.reset_blocks()
 

@@ -6,7 +6,8 @@ Owns the order of operations on which the guarantees after a crash depend:
 2. A block's entry is appended to the journal only after the block's data are durable.
 3. A write is reported only after the block's entry is durable.
 
-If another batch waits, one sync makes the entries of a batch and the data of the next batch durable.
+One sync does two things if another batch waits: it makes the entries of the first batch and the data of the
+next batch durable.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ from kvoffload.tiers.disk.slab_layout import ACCESS, entry_dtype
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
 COMMIT_INTERVAL_S = 0.002
-"""Shortest pause between two commits while writes are in progress, in seconds. Each commit fills at least one
-page of the log."""
+"""Shortest pause between two commits while writes are in progress, in seconds. A shorter pause would waste
+the log, because each commit fills at least one page."""
 COMMIT_PACE = 32
-"""Pause between two commits, as a multiple of the last commit's duration. A sync delays other writes."""
+"""Pause between two commits, as a multiple of the last commit's duration. The pause keeps syncs, which delay
+all other writes, to a small part of the time.
+"""
 LONGEST_COMMIT_INTERVAL_S = 0.25
 VOID_RETRY_S = 1.0
 """Pause after a failed write of the superblocks, in seconds."""
@@ -78,8 +81,8 @@ class _Batch:
 class Committer:
     """Collects changes of slots and writes them to the journal in batches.
 
-    A failure of the journal sets `broken`. Afterwards nothing more is committed, and unreported writes fail;
-    `void` still works.
+    A failure of the journal sets `broken`. After that, nothing is committed any longer, and writes that were
+    not yet reported fail. Only `void` still works.
 
     Thread: `start`, `remove`, `void` and `access` on the scheduler's thread; they do not wait for the disk.
     Callers of the other methods must hold `lock`.
@@ -114,9 +117,9 @@ class Committer:
     # ---- the scheduler's side
 
     def remove(self, slots: SlabSlots) -> int:
-        """Record emptied slots; returns their gate.
+        """Record that slots were emptied; return their gate.
 
-        The gate is the number of removals that must be durable before the slots are written again.
+        The gate is the total number of removals that must be durable before the slots are written again.
         """
         with self.lock:
             if not self.broken:
@@ -135,9 +138,11 @@ class Committer:
             self._wake.notify()
 
     def access(self, slots: SlabSlots, stamps: Stamps) -> None:
-        """Queue accesses to slots for the next commit. The flag `REUSE` of a slot number marks a use.
+        """Queue accesses to slots for the next commit.
 
-        Drops the accesses if too many are queued or the journal is broken.
+        A slot number with the flag `REUSE` marks a use of the block.
+
+        Drops the accesses if too many are queued, or if the journal is broken.
         """
         with self.lock:
             if self.broken or self._num_accesses + len(slots) > MAX_PENDING_ACCESSES:
@@ -164,7 +169,7 @@ class Committer:
             self._wake.notify()
 
     def note_written(self, chunk: Chunk) -> bool:
-        """Queue a written chunk for a commit; returns False if no block of the chunk needs a commit."""
+        """Queue a written chunk for the next commit; return False if no block of the chunk needs a commit."""
         self._wake.notify()
         if self.broken:
             chunk.outcomes[:] = UNREADABLE
@@ -180,13 +185,16 @@ class Committer:
 
     @property
     def is_settled(self) -> bool:
-        """True if all changes are durable. With a broken journal, True if the last `void` is durable."""
+        """True if all changes are durable. If the journal is broken, True if the last `void` is durable."""
         if self._void_before > self._void_durable:
             return False
         return self.broken or (self._pending.is_empty and not self._committing)
 
     def flush(self, flushing: bool) -> None:
-        """Turn on or off that pending accesses are committed at once. On while a caller drains."""
+        """If `flushing` is True, commit pending accesses at once instead of after a pause.
+
+        Set while a caller drains.
+        """
         self._flushing = flushing
         self._wake.notify()
 
@@ -273,7 +281,7 @@ class Committer:
         return bool(self._void_before > self._void_durable) and time.monotonic() >= self._void_again
 
     def _writes_need_a_commit(self) -> bool:
-        """Return True if the next commit should start now instead of waiting for more writes."""
+        """Return True if the next commit should start now, False if it should wait for more writes."""
         if self._stopping:
             return True
         if self._gated:

@@ -54,17 +54,19 @@ from kvoffload.tiers.write_budget import WriteBudget
 from kvoffload.transfer import Blocks, Rows
 
 READ_CHUNK_BYTES = 512 * 1024
-"""Smallest chunk of a read that is split among threads. To pass a chunk to a thread costs as much as to read
-and verify 128 KiB."""
+"""Smallest chunk into which a read is split for the threads. A smaller chunk is not worthwhile: passing it to
+a thread takes as long as reading and verifying 128 KiB."""
 
 REFUSED_READS_S = 60.0
-"""Seconds for which refused reads (ENOMEM, ESTALE) of a block are repeated. Then the block is forgotten."""
+"""Period in seconds. If the system refuses to read a block (ENOMEM, ESTALE), the block is kept for this long
+and may be read again. If reads still fail afterwards, the block is forgotten.
+"""
 _MAX_REFUSED = 1 << 16
 
 _NO_GENERATIONS = np.empty(0, np.uint64)
 _LATEST_NS = MAX_NUMBER - (1 << 60)
-"""Limit of the first generation, which is a time in nanoseconds since 1970. Even if the clock is centuries
-ahead, 2^60 generations remain."""
+"""Upper limit of the first generation of a slab. The first generation is the time in nanoseconds since 1970.
+The limit leaves 2^60 generations even if the clock is centuries ahead."""
 _MOST_THREADS = 1024
 _MEMORY_PER_BLOCK = 210
 
@@ -89,7 +91,7 @@ class Job:
     Attributes:
         plan: the blocks, pinned or in flight until the job ends.
         ok: result mask, one row for each block of the job.
-        at: for each block of the plan, the block's row in `ok`.
+        at: row in `ok` of each block of the plan.
         generations, checksums: the expected values of a read. A write sets the checksums as chunks end.
         outcomes: outcome of each block.
         began: start time in seconds of the monotonic clock.
@@ -110,7 +112,7 @@ class Job:
 class DiskTier(ManagedTier):
     """Blocks in a directory: bounded in bytes, verified when read, durable across crashes.
 
-    Beyond the contract of `SecondaryTier`:
+    In addition to the contract of `SecondaryTier`, this tier guarantees:
 
     - A write is reported as finished only when its blocks survive a power loss.
     - After a crash at any instant, the tier opens with every block whose write was reported, except evicted
@@ -131,7 +133,7 @@ class DiskTier(ManagedTier):
             needed.
         policy, admission: eviction policy and admission rule, as for `OffloadingManager`.
         num_threads: number of threads that move blocks. With two or more threads, one thread only reads.
-        queue_bytes: limit of queued writes in bytes; further writes are dropped.
+        queue_bytes: limit of the write queue in bytes. Writes that exceed the limit are dropped.
         write_budget: limit of the bytes written in a day, against wear of the disk.
         progress: called at opening, with the bytes of metadata read so far and the total.
         files: system calls and clocks, for tests.
@@ -206,7 +208,7 @@ class DiskTier(ManagedTier):
             undo.pop_all()
 
     def _restore(self, contents: Contents) -> SlabSlots:
-        """Take over the slab's blocks; returns the places of blocks that do not fit."""
+        """Register the slab's blocks in the manager; return the places of the blocks that do not fit."""
         # At least the time, because a crashed process may have written blocks that the journal lacks.
         now_ns = min(int(self._files.time_s() * 1e9), _LATEST_NS)
         next_generation = max(contents.last_generation + 1, self._slab.void_before, now_ns)
@@ -272,9 +274,10 @@ class DiskTier(ManagedTier):
     def submit_write(
         self, keys: Keys, pool: Blocks, rows: Rows, request: object | None = None
     ) -> tuple[int, Mask]:
-        """Queue a write, as `SecondaryTier.submit_write`.
+        """Queue a write, see `SecondaryTier.submit_write`.
 
-        If the blocks exceed the room in the queue or the write budget, only the first blocks are accepted.
+        If the blocks exceed the room in the queue or the write budget, the tier accepts the leading blocks
+        that fit.
         """
         checked = self._checked(keys, pool, rows)
         record = self._request_of(request) if request is not None else None
@@ -332,9 +335,9 @@ class DiskTier(ManagedTier):
             self._forget(occupied)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait for all jobs, as `SecondaryTier.drain`, and make deletions, accesses and `clear` durable.
+        """Wait for all jobs, see `SecondaryTier.drain`. Also make deletions, accesses and `clear` durable.
 
-        After a failure of the journal only `clear` is durable.
+        After a failure of the journal nothing but `clear` can become durable.
         """
         self._check_process()
         return self._pipeline.drain(timeout_s)
@@ -352,9 +355,10 @@ class DiskTier(ManagedTier):
         return stats
 
     def close(self) -> None:
-        """Close the tier, as `SecondaryTier.close`. Waits at most `close_timeout_s`.
+        """Close the tier, see `SecondaryTier.close`. Waits at most `close_timeout_s`.
 
-        If the disk hangs, file and lock stay open until the disk responds or the process ends.
+        If the disk hangs, the file stays open and the directory stays locked, until the disk responds or the
+        process ends.
         """
         hung, self._closed = self._closed, True
         if not self._lock.held:
@@ -476,16 +480,17 @@ class DiskTier(ManagedTier):
             self._confine()
 
     def _confine(self) -> None:
-        """Limit the capacity to the slots in the file, because the file cannot grow now."""
+        """Reduce the capacity to the slots that the file has now, because the file cannot grow at present."""
         self._usable_end = self._last_reserved = self._slab.num_reserved
         self._placement.confine(self._usable_end, self._manager)
 
     def _follow_file_growth(self, num_blocks: int) -> None:
         """Raise a confined capacity as far as the file allows.
 
-        - While the file cannot grow, the usable slots are the slots in the file.
-        - Once the file may grow again, `num_blocks` more slots are usable.
-        - Once the file has grown, all slots are usable.
+        - While the file cannot grow, the usable slots are the slots that the file has.
+        - When the file may grow again, `num_blocks` more slots become usable: writing to them makes the file
+          grow.
+        - When the file has grown, all slots of the layout become usable.
         """
         end, reserved = self._slab.layout.num_slots, self._slab.num_reserved
         if self._usable_end == end:
@@ -522,7 +527,10 @@ class DiskTier(ManagedTier):
         self._forget(plan.slots[bad])
 
     def _may_retry(self, job: Job, row: int) -> bool:
-        """Return True if the system refuses to read a block, for at most `REFUSED_READS_S` so far."""
+        """Return True if the system has refused a read that may be repeated.
+
+        It may be repeated until `REFUSED_READS_S` after the first refusal.
+        """
         generation = int(job.generations[row])
         if job.outcomes[row] != REFUSED:
             self._refused.pop(generation, None)

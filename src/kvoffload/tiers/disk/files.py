@@ -1,6 +1,6 @@
 """System calls of the disk tier: all reads, writes and syncs of a slab, and all clocks.
 
-Tests replace `Files` by a class that injects faults or has its own clocks.
+Tests replace `Files` by a subclass that injects faults or has its own clocks.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class SlabReport:
             `file_bytes` are set.
         owner: pid of the process that has the directory open, or None. The report may be slightly outdated
             while a process has the directory open.
-        written_at_s: earliest, median and latest write time of the blocks; empty without blocks.
+        written_at_s: earliest, median and latest write time of the blocks; empty if there are no blocks.
         log_used: used share of the log, 0 to 1.
         journal_damage: number of unreadable parts of the journal.
     """
@@ -123,9 +123,10 @@ def _report(path: Path, owner: str | None, files: Files) -> SlabReport:
 
 @contextlib.contextmanager
 def opened(path: Path, files: Files | None = None) -> Iterator[tuple[Slab, Recovered]]:
-    """Open and lock a slab, or a directory with one slab; yields the slab and its recovered journal.
+    """Open and lock a slab, or a directory with one slab; yield the slab and its recovered journal.
 
-    Raises: `ConfigError`; `UnavailableError`, also while an engine has the directory open.
+    Raises: `ConfigError` if there is not exactly one usable slab; `UnavailableError`, for example while an
+    engine has the directory open.
     """
     slabs, log = find_slabs(path), RateLimitedLog("kvoffload.disk")
     if len(slabs) > 1:

@@ -1,8 +1,8 @@
 """The journal of a slab: a crash-safe record of the block in each slot.
 
 Records are appended to a log in *groups* of whole pages. When the log is full, a checkpoint of all blocks
-overwrites the older of two checkpoints. The log then restarts empty, in the next epoch. Until then no durable
-page of the log is rewritten.
+overwrites the older of two checkpoints. Then the log restarts empty, in the next epoch. No durable page of
+the log is overwritten before the restart.
 
 The committer decides the order of groups, syncs and data.
 """

@@ -39,8 +39,9 @@ _open_locks: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 class DirectoryLock:
     """A lock of a directory, held from construction to `release`.
 
-    Waits while another process holds the lock, and logs one line. If this process holds the lock, fails at
-    once, because the waiting thread may be the one that must release the lock.
+    While another process holds the lock, the constructor logs one line and waits. If this process itself
+    holds the lock, the constructor fails at once: the waiting thread may be the thread that must release the
+    lock.
 
     Args:
         wait_s: longest wait in seconds; 0 for a single attempt.
@@ -86,7 +87,7 @@ class DirectoryLock:
         return bool(self._fds) and self._file in _held
 
     def include(self, path: Path) -> None:
-        """Lock a file of the directory, because another directory may have a hard link to it.
+        """Lock a file of the directory, too: a hard link in another directory may lead to the same file.
 
         Raises: `OSError`.
         """

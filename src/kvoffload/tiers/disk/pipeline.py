@@ -25,7 +25,8 @@ class Pipeline:
     wait for stores. If the committer is broken, writes fail at once, and reads still work.
 
     Thread: `submit`, `drain` and `close` on one thread; `drain` and `close` wait. `deliver` is called on any
-    thread. Raises: `RuntimeError` if a thread cannot be started. All started threads have then ended.
+    thread. Raises: `RuntimeError` if a thread cannot be started. The threads that had started have ended
+    then.
 
     Attributes:
         num_threads: number of threads that move blocks.
@@ -62,7 +63,7 @@ class Pipeline:
     # ---- the scheduler's side
 
     def submit(self, chunks: list[Chunk]) -> None:
-        """Queue chunks. All chunks of a call are reads, or all are writes."""
+        """Queue chunks. One call must not mix reads and writes."""
         writes = chunks[0].writes
         with self._lock:
             self._num_in_flight += len(chunks)

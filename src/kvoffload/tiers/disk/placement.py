@@ -21,7 +21,10 @@ from kvoffload.tiers.disk.slab_layout import Layout
 
 _RESTORE_BLOCKS = 65536
 _RESTORED_REQUEST = 1024
-"""Blocks per call of the policy during a restoration. Some policies are slow with long batches."""
+"""Number of blocks in one call of the policy while blocks are restored.
+
+With longer batches some policies are slow.
+"""
 
 
 class Placement:
@@ -36,7 +39,7 @@ class Placement:
 
     Attributes:
         generation: generation of the block in each of the manager's slots; 0 marks an empty slot.
-        checksum: checksum over header and bytes, by the manager's slot.
+        checksum: checksum, over header and bytes, of the block in each of the manager's slots.
         next_generation: generation of the next block to be written.
 
     Memory: 24 bytes a block and 8 bytes a place. Thread: the scheduler's.
@@ -91,7 +94,8 @@ class Placement:
     def confine(self, end: int, manager: OffloadingManager) -> None:
         """Use only places before `end`, because the file is too short for later places.
 
-        Withholds free slots from the manager. Blocks and writes in flight keep their places. Cost: O(slots).
+        Withholds as many of the manager's free slots as there are missing places. Blocks and writes in flight
+        keep their places. Cost: O(slots).
         """
         slots = manager.slots
         slots.release(self._withheld)
@@ -112,7 +116,7 @@ class Placement:
         self._beyond = beyond[len(self._withheld) :]
 
     def places(self, slots: SlotArray) -> Positions:
-        """Return the places of the manager's slots."""
+        """Return the places that belong to these slots of the manager."""
         return self._place[slots]
 
     def renew(self, slots: SlotArray) -> None:

@@ -1,8 +1,8 @@
 """Recovery of a journal: reads the newest complete checkpoint and the later log. Writes nothing.
 
-A group records facts about slots: emptied, written, used. Later facts about a slot replace earlier facts. If
-a group is lost, earlier facts about its slots count again. An outdated entry is harmless, because its
-checksum does not match when the slot is read.
+A group records what happened to slots: emptied, written, used. Later records of a slot replace earlier
+records. If a group is lost, the recovered state of its slots is the state before that group. Such an outdated
+entry is harmless, because its checksum does not match when the slot is read.
 
 A page that cannot be read is an error, not damage, because a later attempt may succeed.
 """
@@ -111,7 +111,10 @@ class Contents:
         self.uses[slots] = 0
 
     def move(self, slots: npt.NDArray[np.int64], to: npt.NDArray[np.int64], checksums: Checksums) -> None:
-        """Record that blocks were moved to the slots `to`. A block's checksum depends on its slot."""
+        """Record that blocks were moved from `slots` to the slots `to`.
+
+        `checksums` are new, because a block's checksum depends on its slot.
+        """
         for values in (self.generation, self.stamp, self.uses, self.written_at_s, self.words):
             values[to] = values[slots]
         self.checksum[to] = checksums
@@ -198,7 +201,7 @@ class Recovered:
 
 
 def recover(slab: Slab, progress: Progress | None = None, *, salvage: bool = False) -> Recovered:
-    """Read the journal of a slab. Damage is counted, and raises nothing.
+    """Read the journal of a slab. Damage is counted; it raises no error.
 
     Args:
         progress: called after each 16 MiB of the checkpoint, and at the end.

@@ -25,7 +25,8 @@ def resize(slab: Slab, recovered: Recovered, target: Layout, capacity_bytes: int
 
     Args:
         target: the new layout: ``slab.layout.with_capacity(capacity_bytes)``.
-        capacity_bytes: new capacity. After an interrupted change, at most the capacity in the superblock.
+        capacity_bytes: new capacity. To resume an interrupted change, pass at most the capacity in the
+            superblock.
 
     Cost: a few passes over the journal, and copies of the blocks whose slots disappear. Raises `OSError`.
     """

@@ -1,6 +1,6 @@
-"""The disk space of a directory, in which one slab grows and slabs of other producers shrink.
+"""The disk space of a directory in which one slab grows, while the slabs of other producers shrink.
 
-Knows other slabs only by path and size. Opens no file.
+Knows the path and size of the other slabs, not their contents. Opens no file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Room:
 
     @property
     def own_bytes(self) -> int:
-        """Largest size of the slab in bytes while the other slabs keep their sizes."""
+        """Size in bytes to which the slab may grow while the other slabs keep their sizes."""
         return self._capacity_bytes - LOCK_FILE_BYTES - sum(size for _, size in self._other_sizes)
 
     def make(self, num_bytes: int) -> bool:

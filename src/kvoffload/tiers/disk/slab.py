@@ -48,8 +48,8 @@ MAX_RUN_BLOCKS = 1000
 """Limit of blocks per system call. A call accepts at most 1024 buffers."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
-"""First and longest pause after failed writes, in seconds. Without pauses all blocks would be lost, because
-each write evicts a block."""
+"""First and longest pause after failed writes, in seconds. Each attempt to write evicts a block. Without
+pauses, the attempts on a failing disk would soon have evicted all blocks."""
 
 SOUND, UNREADABLE, MISMATCH, REFUSED = 0, 1, 2, 3
 """Outcomes of reading or writing a block. `SOUND`: written, or read and verified. `UNREADABLE`: the medium
@@ -78,8 +78,8 @@ class Scratch:
 class Slab:
     """An open slab.
 
-    The file may be shorter than the layout if other slabs share the directory. A write to a slot beyond the
-    end of the file makes the file grow.
+    The file may be shorter than the layout if slabs of other producers share the directory. A write to a slot
+    beyond the end of the file makes the file grow.
 
     Failed reads and writes of blocks are outcomes. Writes of journal pages and `sync` raise `OSError`.
 
@@ -150,7 +150,7 @@ class Slab:
 
     @classmethod
     def open(cls, path: Path, files: Files, log: RateLimitedLog, *, read_only: bool = False) -> Slab | str:
-        """Open a slab, or return the reason why this version cannot use the file.
+        """Open a slab. If this version cannot use the file, return the reason as text.
 
         Raises: `OSError`, for example if one superblock cannot be read and the other is unusable. The caller
             must then keep the file, because a later attempt may succeed.
@@ -207,8 +207,8 @@ class Slab:
     def reserve_all(self) -> None:
         """Extend the file to its full length, or to the limit of `room` if the limit is less.
 
-        Shrinks other slabs of the directory while the disk is too full, or the limit has no space for one
-        slot. Raises `OSError` if no other slab is left to shrink.
+        Shrinks other slabs of the directory while the disk is too full, or while the limit is too small for
+        one slot. Raises `OSError` if there is no other slab left to shrink.
         """
         while not self._lengthen(self._allowed_bytes):
             lacking = self.layout.slot_offset(self.layout.first_slot + 1) - self._allowed_bytes
@@ -216,7 +216,9 @@ class Slab:
                 raise _no_room()
 
     def reserve(self, num_slots: int) -> None:
-        """Extend the file to at least `num_slots` slots, and up to the limit of `room` if the disk has space.
+        """Extend the file to at least `num_slots` slots.
+
+        If the disk has space, extend it up to the limit of `room`.
 
         Shrinks other slabs of the directory if `num_slots` slots do not fit otherwise. If the file does not
         reach the limit, `may_grow` is False for a while. Raises `OSError`.
@@ -231,7 +233,7 @@ class Slab:
                 self._may_grow_at_s = self._files.monotonic_s() + self._growth_backoff.next_s()
 
     def _reserve(self, num_slots: int) -> bool:
-        """Extend the file as `reserve`; returns True if the file has reached the limit of `room`."""
+        """Extend the file, see `reserve`; return True if the file has reached the limit of `room`."""
         least = self.layout.slot_offset(num_slots)
         while True:
             allowed = self._allowed_bytes
@@ -356,8 +358,9 @@ class Slab:
     ) -> Outcomes:
         """Read or write ``memory[at[i]]`` for ``slots[i]``, with one call per run; returns the outcomes.
 
-        A run with a failed read is read again block by block, so that the other blocks are not lost. A run
-        with a failed write is repeated only if the medium failed (EIO).
+        A run is a sequence of consecutive slots. If the read of a run fails, its blocks are read again one by
+        one, so that only the unreadable blocks are lost. A failed write is repeated in this way only if the
+        medium failed (EIO).
         """
         outcomes: Outcomes = np.full(len(slots), SOUND, np.uint8)
         for first, end in _runs(slots):
@@ -465,9 +468,10 @@ class Slab:
         return None
 
     def repair_superblocks(self) -> None:
-        """Rewrite a superblock that differs from the valid copy. A failed write is logged.
+        """Rewrite each superblock that differs from the valid copy. A failed write is logged.
 
-        Later updates write this superblock first, because the other one is sound.
+        Later updates write the repaired superblock first. If such an update is interrupted, the other
+        superblock is still sound.
         """
         for at in (PAGE_BYTES, 0):
             if not np.array_equal(self.read_pages(at, PAGE_BYTES)[0], self._superblock):
@@ -486,7 +490,10 @@ class Slab:
 
 
 def transfer(operation: Callable[[int, Buffers, int], int], fd: int, buffers: Buffers, offset: int) -> None:
-    """Read or write all buffers, in several calls if necessary. Raises `OSError`, even at the file's end."""
+    """Read or write all buffers, in several calls if necessary.
+
+    Raises `OSError`, also if the file ends too early.
+    """
     remaining = sum(len(buffer) for buffer in buffers)
     while True:
         moved = operation(fd, buffers, offset)

@@ -34,8 +34,9 @@ from kvoffload.tiers.rate_limited_log import RateLimitedLog
 SLABS = "kvoffload*.slab"
 """Glob pattern of slab names."""
 SMALLEST_SHARE = 16
-"""Divisor of a slab's number of slots, for two rules. A slab that shrinks loses up to a sixteenth of its
-slots in addition, as a margin. If its file has at most a sixteenth of the slots, the slab is deleted."""
+"""Divisor of a slab's number of slots, used by two rules. First, a slab that must shrink gives up at most a
+sixteenth of its slots more than necessary, as a margin. Second, a slab whose file has at most a sixteenth of
+its slots is deleted instead."""
 
 
 class Geometry(NamedTuple):
@@ -76,7 +77,7 @@ def slabs_in(directory: Path) -> list[Path]:
 def open_directory(
     directory: Path, geometry: Geometry, files: Files, log: RateLimitedLog, progress: Progress | None
 ) -> Opened:
-    """Create a directory if absent, lock it, and open the producer's slab and journal.
+    """Create the directory if it does not exist, lock it, and open the producer's slab and journal.
 
     Waits up to `LOCK_WAIT_S` while another process has the directory locked.
 
@@ -263,7 +264,10 @@ class _Opening:
         return len(missing) > 0
 
     def _fit_into_room(self, slab: Slab, recovered: Recovered) -> None:
-        """Fit the slab into the directory's space. Other slabs shrink only if its blocks need their space."""
+        """Fit the producer's slab into the directory's space.
+
+        Other slabs shrink only if the slab's blocks need the space.
+        """
         slab.trim(slab.num_reserved)
         room = slab.room
         assert room is not None
@@ -283,7 +287,9 @@ class _Opening:
         return Room(self._geometry.capacity_bytes, other_paths, self.shrink_other)
 
     def _trim_other(self, path: Path) -> None:
-        """Cut off the space behind the last block of another slab. An unreadable slab stays unchanged.
+        """Cut off the unused space behind the last block of another producer's slab.
+
+        An unreadable slab stays unchanged.
 
         Cost: reads the slab's journal, 80 bytes a block.
         """
@@ -323,9 +329,9 @@ class _Opening:
 
 
 def _end_of_blocks(slab: Slab, recovered: Recovered) -> int:
-    """Return the number of slots up to the last block, counted from slot 0.
+    """Return the number of slots from slot 0 up to and including the last block.
 
-    Without blocks, counts up to the first usable slot.
+    If the slab has no blocks, returns the number of slots below the first usable slot.
     """
     slots = recovered.contents.slots()
     return 1 + (int(slots[-1]) if len(slots) else slab.layout.first_slot)
@@ -334,7 +340,7 @@ def _end_of_blocks(slab: Slab, recovered: Recovered) -> int:
 def _slots_to_keep(slab: Slab, num_bytes: int) -> int:
     """Return the number of slots to keep if a slab shrinks by `num_bytes`; 0 to delete the slab.
 
-    Subtracts a margin, so that the slab need not shrink again at once.
+    The slab gives up a margin in addition to `num_bytes`, so that it need not shrink again at once.
     """
     layout, num_slots = slab.layout, slab.num_reserved - slab.layout.first_slot
     share = layout.num_usable // SMALLEST_SHARE

@@ -31,8 +31,8 @@ from kvoffload.tiers.producer_text import pack, unpack
 FORMAT_VERSION = 4
 LOG, CHECKPOINT = 1, 2
 REUSE = np.uint32(1 << 31)
-"""Flag in the slot number of an access. An access with the flag counts as a use. An access without the flag
-only changes the order."""
+"""Flag in the slot number of an access. An access with the flag counts as a use of the block. An access
+without the flag changes only the order of the blocks in the policy."""
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Records: TypeAlias = npt.NDArray[Any]
@@ -52,9 +52,12 @@ HEAD = record_type(
 )
 HOUR = record_type("hour:<u8 num_blocks:<u8")
 MAX_NUMBER = 1 << 62
-"""Limit of epochs, sequences and generations. Greater numbers result from damage, and would overflow."""
+"""Limit of epochs, sequences and generations.
+
+A greater number can only come from damage, and would overflow.
+"""
 MAX_HOURS = 48
-"""Limit of the hours in a checkpoint's counts of written blocks: a day and a margin."""
+"""Number of hours for which a checkpoint counts the written blocks: a day and a margin."""
 
 
 class Identity(NamedTuple):
@@ -83,7 +86,8 @@ def encode_superblock(
 
     Args:
         void_before: blocks with a lower generation are invalid.
-        revision: number of this superblock's version. Of two sound copies, the higher revision is valid.
+        revision: number of this superblock's version. If both copies are sound, the copy with the higher
+            revision is valid.
     """
     text = pack(identity.text)
     page, fields = _page(SUPERBLOCK)
@@ -104,7 +108,7 @@ def encode_superblock(
 
 
 def void_before(superblock: Bytes) -> int:
-    """Read the smallest valid generation."""
+    """Read the smallest valid generation from a superblock."""
     return int(superblock[: SUPERBLOCK.itemsize].view(SUPERBLOCK)["void_before"][0])
 
 

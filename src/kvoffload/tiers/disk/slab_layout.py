@@ -16,8 +16,8 @@ MAX_BLOCK_BYTES = 1 << 30
 MAX_SLOTS = 1 << 30
 MAX_CAPACITY_BYTES = 1 << 62
 RESERVE_BYTES, RESERVE_SHARE = 256 * 1024 * 1024, 16
-"""Size of the reserve: 256 MiB of slots, at most a sixteenth of all slots. New blocks are written into the
-reserve until the removal of evicted blocks is durable."""
+"""Size of the reserve: 256 MiB of slots, but at most a sixteenth of all slots. The reserve takes new blocks
+while the slots of evicted blocks may not be overwritten yet, because the removal is not durable."""
 LOCK_FILE_BYTES = PAGE_BYTES
 """Size of the lock file; it counts towards the capacity."""
 
@@ -123,7 +123,7 @@ class Layout:
 
     @property
     def num_blocks(self) -> int:
-        """Capacity in blocks: the usable slots without the reserve."""
+        """Capacity in blocks: the usable slots minus the reserve."""
         usable = self.num_usable
         return usable - min(usable // RESERVE_SHARE, -(-RESERVE_BYTES // self.slot_bytes))
 
@@ -143,7 +143,10 @@ class Layout:
 
     @property
     def checkpoint_group_bytes(self) -> int:
-        """Bytes of one group in a checkpoint; at most 64 KiB, because one flipped bit destroys a group."""
+        """Bytes of one group in a checkpoint.
+
+        A group has at most 64 KiB, because one flipped bit destroys a whole group.
+        """
         return min(64 * 1024, pages(GROUP.itemsize + self.journal_slots * self.entry_bytes))
 
     @property
@@ -167,10 +170,10 @@ class Layout:
 
     @property
     def log_bytes(self) -> int:
-        """Bytes of the log: half the bytes of a checkpoint's entries, or a larger minimum.
+        """Bytes of the log: half the bytes of a checkpoint's entries, but at least a minimum.
 
-        The minimum is 1/64 of the bytes of all slots, but at least 16 and at most 1,024 pages. A full log
-        causes a checkpoint.
+        The minimum is 1/64 of the bytes of all slots, limited to between 16 and 1,024 pages. When the log is
+        full, a checkpoint is written; a longer log makes checkpoints rarer.
         """
         share = min(1024 * PAGE_BYTES, self.journal_slots * self.slot_bytes // 64)
         return max(16 * PAGE_BYTES, pages(share), pages(self.journal_slots * self.entry_bytes // 2))
@@ -217,9 +220,9 @@ class Layout:
     def with_capacity(self, capacity_bytes: int) -> Layout | None:
         """Return the layout for another capacity, with unchanged slot offsets; None if no block would fit.
 
-        More slots may need a longer journal in the space of the first slots. During this change the journal
-        is behind the last slot. If the capacity is too small for the change, the old journal stays and limits
-        the number of slots.
+        If there are more slots, the journal may have to become longer. The longer journal takes the space of
+        the first slots. During this change the journal is behind the last slot. If the capacity has no space
+        for the journal there, the old journal stays in its place, and its length limits the number of slots.
         """
         room = (capacity_bytes - LOCK_FILE_BYTES - self.origin) // self.slot_bytes
         end = min(MAX_SLOTS, max(0, room))
@@ -235,7 +238,7 @@ class Layout:
         return kept if kept.num_usable > 0 else None
 
     def _with_new_journal(self, end: int) -> Layout | None:
-        """Return the layout with the most slots before slot `end` whose journal fits in front of these slots.
+        """Return the layout with the most usable slots before slot `end`, and their journal in front of them.
 
         Returns None if no such layout exists.
         """

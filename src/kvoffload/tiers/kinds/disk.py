@@ -44,7 +44,9 @@ Paths: TypeAlias = Annotated[tuple[str, ...], _PathsParser()]
 
 @dataclass(frozen=True, kw_only=True)
 class DiskOptions(SizedTierOptions):
-    """Options of a disk tier. The tier's directories have equal shares of the capacity and of the keys.
+    """Options of a disk tier.
+
+    If the tier has several directories, each gets an equal share of the capacity and keys.
 
     Attributes:
         max_write_bytes_per_day: limit for all directories together; None for no limit.
@@ -58,7 +60,10 @@ class DiskOptions(SizedTierOptions):
     salt: Salt = ""
 
     def open(self, owner: TierOwner) -> SecondaryTier:
-        """Open the tier in the subdirectory `owner.replica` of each path, so that engines can share paths."""
+        """Open the tier in the subdirectory `owner.replica` of each path.
+
+        Several engines can therefore use the same paths.
+        """
         if owner.block_bytes == 0:
             raise ConfigError(
                 "tier",

@@ -21,7 +21,9 @@ from kvoffload.tiers.shared.remote_tier import RemoteTier
 from kvoffload.tiers.spec import TierOwner, redacted
 
 MOST_IN_AN_OBJECT = 32
-"""Limit of blocks in an object. The last blocks of a path are not written unless they fill an object."""
+"""Limit of blocks in an object. Objects are written only when full: with a high limit, more of the last
+blocks of a path are never written.
+"""
 _REFUSALS = {"301", "400", "401", "403"}
 """HTTP statuses of permanent errors."""
 
@@ -71,8 +73,8 @@ class S3Options(SharedTierOptions):
         url: the bucket, and the prefix of all object names. An access rule can restrict a user to the prefix.
         endpoint: URL of the server; by default Amazon's.
         region: region of the bucket.
-        pack: size of an object. An object holds as many consecutive blocks of a path as fit, at most 32. With
-            0, each object holds one block. Must be equal on all machines.
+        pack: size of an object. An object holds as many consecutive blocks of a path as fit, at most 32. If
+            `pack` is 0, each object holds one block. Must be equal on all machines.
         credentials_file: a file in the format of ``~/.aws/credentials``; the section ``default`` is read. By
             default the keys come from the environment or from the machine's role.
         price_per_1000_puts, price_per_1000_gets, price_per_gb_read: prices for the cost counter. By default
@@ -115,7 +117,10 @@ class S3Options(SharedTierOptions):
         return None
 
     def group_blocks(self, owner: TierOwner) -> int:
-        """Return the number of blocks in an object; 1 if the owner reports no paths."""
+        """Return the number of blocks in an object.
+
+        It is 1 if the owner reports no paths (`TierOwner.reports_paths`).
+        """
         if not owner.reports_paths:
             return 1
         return max(1, min(self.pack // owner.block_bytes, MOST_IN_AN_OBJECT))

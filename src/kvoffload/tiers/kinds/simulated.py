@@ -19,8 +19,8 @@ class SimulatedOptions(SizedTierOptions):
     Attributes:
         max_write_blocks_per_day: write limit in blocks of the trace, spent evenly over the recording
             (`budget_of_recording`); None for no limit.
-        per_engine: True: each engine has its own tier of this capacity, like a local disk. False: all engines
-            share the tier, like a server. A tier before the last one is never shared.
+        per_engine: True if each engine has its own tier of this capacity, like a local disk. False if all
+            engines share the tier, like a server. Only the last of several tiers can be shared.
     """
 
     name = "simulated"
@@ -42,7 +42,7 @@ class SimulatedOptions(SizedTierOptions):
         )
 
     def write_budget(self, recorded_s: float, clock: Callable[[], float] | None) -> WriteBudget | None:
-        """Create the write budget of a replay, in blocks; None without a limit.
+        """Create the write budget of a replay, in blocks; return None if there is no write limit.
 
         Raises: `ConfigError` if the recording has no times.
         """

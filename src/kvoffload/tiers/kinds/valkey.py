@@ -27,8 +27,8 @@ from kvoffload.tiers.valkey.resp import Login
 from kvoffload.tiers.valkey.url import SCHEMES, ServerURL, parse_url
 
 _NUM_THREADS = 2
-"""Number of threads for each of reads, writes and probes. One thread verifies while the other receives. In a
-cluster, each node has one thread for each."""
+"""Number of threads for reads, and the same number for writes and for probes. One thread verifies while the
+other receives. In a cluster, each node has one thread for each type of operation."""
 _REFUSALS = {"WRONGPASS", "NOAUTH", "NOPERM", "ERR"}
 """Codes of permanent errors."""
 _CLUSTER_CODES = {"MOVED", "CLUSTERDOWN"}
@@ -56,7 +56,9 @@ URL: TypeAlias = Annotated[str, _URLParser()]
 
 @dataclass(frozen=True, kw_only=True)
 class ValkeyOptions(SharedTierOptions):
-    """A server that speaks RESP2, or a cluster. The server evicts: set ``maxmemory-policy allkeys-lru``.
+    """A server that speaks RESP2, or a cluster.
+
+    The server must evict blocks itself: set its ``maxmemory-policy`` to ``allkeys-lru``.
 
     Attributes:
         url: the server, or some nodes of the cluster, and the namespace.
@@ -72,7 +74,7 @@ class ValkeyOptions(SharedTierOptions):
     start_s = 5.0
     engine_start_s = 1.0
     silence_s: ClassVar[float] = 5.0
-    """Longest silence of a server in a replay."""
+    """Seconds after which a connection fails in a replay if the server neither sends nor accepts a byte."""
 
     url: URL
     ttl: Duration | None = None
@@ -107,7 +109,7 @@ class ValkeyOptions(SharedTierOptions):
         return str(error) if error.code in _REFUSALS else None
 
     def connector(self, silence_s: float = math.inf) -> Connector:
-        """Return a new connector with the present login. `silence_s`: as for `Connector`.
+        """Return a new connector with the present login. `silence_s` is an argument of `Connector`.
 
         Raises: `ConfigError`.
         """

@@ -1,9 +1,9 @@
 """A client of an S3 bucket, on one thread.
 
-Owns requests with their outcomes and costs. Knows no blocks. Repeats a request once in three cases: the
-credentials have changed, the server has closed an idle connection, or the server has an internal error
-(status 500; Amazon asks clients to repeat such requests). After any other failure, the caller must discard
-the client.
+Owns requests with their outcomes and costs. Knows no blocks. A failed request is repeated once in two cases:
+the credentials have changed meanwhile, or the server reports an internal error (status 500; Amazon asks
+clients to repeat such requests). If an idle connection turns out to be closed, the request is sent over
+another connection. After any other failure, the caller must discard the client.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Span(NamedTuple):
 
 
 class Bucket:
-    """A client of one bucket, for one thread: a `Connection` of `ConnectionThread`.
+    """A client of one bucket, used by one thread. Implements `Connection`, for a `ConnectionThread`.
 
     Requests are coroutines, which `run` performs. A request raises `BucketError` for an error response, and
     `OSError` for a missing or invalid response. Error messages contain no secret, no address of an object,
@@ -173,8 +173,8 @@ class Bucket:
     async def get(self, name: str, span: Span, receiver: Receiver) -> Found:
         """Read the bytes of `span` into `receiver`, if the object has the expected size.
 
-        Raises: `ResponseError` for a response that is too short or has another range. Bytes that reached
-            `receiver` before the error are valid.
+        Raises: `ResponseError` for a response that is too short or has another range. The bytes that
+            `receiver` got before the error are bytes of the span.
         """
         self._ledger.add(gets=1)
         span_receiver = _SpanReceiver(span, receiver)
@@ -293,10 +293,10 @@ class Bucket:
         headers: Mapping[str, str] | None = None,
         pieces: Pieces = tuple,
     ) -> Head | None:
-        """Send a request; returns the head of the response, or None if the object does not exist.
+        """Send a request; return the head of the response, or None if the object does not exist.
 
-        Repeats the request once after an internal error of the server, or if the server refuses the keys and
-        the key file has new keys.
+        Repeats the request once in two cases: the server reports an internal error, or the server refuses the
+        keys while the key file has new keys.
         """
         for may_repeat in (True, False):
             answer = _Answer(receiver)
@@ -350,7 +350,7 @@ class Bucket:
             return
 
     def _take_idle(self) -> HttpConnection | None:
-        """Return an idle connection that is open and has received nothing; None if there is none."""
+        """Return an idle connection that is open and has received no unexpected bytes, or None."""
         while self._idle:
             connection = self._idle.pop()
             if connection.is_usable and connection.is_quiet:
@@ -458,6 +458,6 @@ class _SpanReceiver:
 
 
 def _without_secrets(error: Exception) -> Exception:
-    """Return a `ConnectionError` without text of requests and responses. They may contain signatures."""
+    """Return a `ConnectionError` that quotes no request or response. They may contain signatures."""
     causes = _CAUSE.findall(str(error)) if not isinstance(error, OSError) else []
     return ConnectionError(f"no usable response: {causes[-1] if causes else cause_of(error)}")

@@ -17,7 +17,8 @@ _POLL_S = 0.005
 class Host:
     """A host that accepts HTTP connections, with or without TLS.
 
-    Connections wait for the first name resolution. Later connections use cached addresses at once.
+    A connection waits until the host name has been resolved once. Afterwards connections use the cached
+    addresses without waiting.
 
     Args:
         scheme: ``http`` or ``https``.
@@ -35,7 +36,9 @@ class Host:
         self._addresses = addresses or Addresses()
 
     async def connect(self, within_s: float) -> HttpConnection:
-        """Connect to the first address that accepts; the addresses are tried one after the other.
+        """Connect to the first address that accepts a connection.
+
+        The addresses are tried one after the other.
 
         Args:
             within_s: time limit in seconds for all addresses together. Name resolution is not included.

@@ -1,7 +1,7 @@
 """HTTP/1.1 requests with bounded memory.
 
 Owns the framing of requests and responses. Does not know S3, addresses, deadlines or connection pools. The
-receiver of a response provides the memory for the body, so that no allocation depends on the server.
+receiver of a response provides the memory for the body. So no server can make this module allocate much.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _HEAD_BYTES = 32 << 10
 """Limit of a response's status line and headers together. Amazon sends less than 1 KiB."""
 _SCRATCH_BYTES = 64 << 10
 _FRAMING_BYTES, _DATA_A_FRAMING_BYTE = 8 << 10, 16
-"""Limit of framing in a chunked body: 8 KiB plus one byte for each 16 bytes of data. A body in chunks of one
-byte would take seconds of CPU time."""
+"""Limit of framing in a chunked body: 8 KiB, plus one byte for each 16 bytes of data. Without a limit, a
+server that sends chunks of one byte would cost seconds of CPU time."""
 _INTERIM_RESPONSES = 8
 _SEND_BYTES = 256 << 10
 _STATUS = re.compile(rb"HTTP/1\.[01] ([1-5]\d\d)(?: [^\r\n]*)?")

@@ -57,8 +57,8 @@ def s3_tier(
 
     Args:
         ledger: counts the requests of all connections.
-        group_blocks: number of blocks in an object, equal on all machines. With 1, calls of `extend_path` are
-            not needed.
+        group_blocks: number of blocks in an object, equal on all machines. If it is 1, callers need not call
+            `extend_path`.
         arguments: other arguments of `RemoteTier`.
     """
     epoch_key = epoch_name(options.namespace, options.producer)
@@ -88,7 +88,7 @@ def object_name(epoch: Epoch, name: str) -> str:
 
 @dataclass(eq=False)
 class S3:
-    """Performs exchanges with a bucket. As `Dialect`.
+    """Performs exchanges with a bucket. Implements `Dialect`.
 
     Attributes:
         ledger: counts the requests of all connections.
@@ -137,7 +137,7 @@ class S3:
         connection.run(requests, exchange.deadline, self.most_at_once)
 
     def _object_bytes(self, exchange: BlockExchange) -> int:
-        """Return the size of every undamaged object."""
+        """Return the bytes of an undamaged object; all objects of the tier have this size."""
         return self.group_blocks * (HEADER_BYTES + exchange.block_bytes)
 
     def _run(self, bucket: Bucket, exchange: BlockExchange, requests: Iterable[Request]) -> None:

@@ -41,7 +41,7 @@ class Signed(NamedTuple):
 async def _on_a_thread(call: Callable[[], str]) -> str:
     """Run a call that may wait for the network on a daemon thread, so that a deadline can abandon it.
 
-    Not obstore's `sign_async`: 2 of 25 processes were aborted when they ended shortly after the call.
+    obstore's `sign_async` is not used: of 25 processes that ended shortly after calling it, 2 were aborted.
     """
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[str] = loop.create_future()
@@ -69,7 +69,7 @@ class Signer:
     Args:
         make_store: creates an obstore store with the given credentials. If they are empty, obstore takes
             credentials from the environment or from the machine's role.
-        read_keys: reads the credentials in `file`, or raises `ConfigError`; None without a file.
+        read_keys: reads the credentials in `file`, or raises `ConfigError`; None if there is no file.
         file: path of the credentials file, or empty. `refresh` reads the file again after a change.
     """
 
@@ -133,7 +133,7 @@ class Signer:
             self._version += 1
 
     def _file_stamp(self) -> tuple[int, ...]:
-        """Return a value that changes with the file's content or link; empty without a file."""
+        """Return a value that changes with the file's content or link; empty if there is no file."""
         try:
             status = os.stat(self._file) if self._file else None
         except OSError:

@@ -71,9 +71,10 @@ class Addresses:
         return winner
 
     def known(self, host: str, port: int) -> list[SocketAddress]:
-        """Return the cached addresses; an empty list during the first lookup. Never waits.
+        """Return the cached addresses; an empty list while the first lookup is in progress. Never waits.
 
-        Raises: `OSError`, once, if the first lookup has failed. The next call starts another lookup.
+        Raises: `OSError` if the first lookup has failed. The error is raised once; the next call starts
+        another lookup.
         """
         if _is_literal(host):
             return getaddrinfo(host, port)
@@ -151,9 +152,9 @@ class Addresses:
 def race(addresses: Sequence[SocketAddress], deadline: float) -> tuple[socket.socket, SocketAddress]:
     """Connect to the first address that accepts, with one deadline for all addresses (as RFC 8305).
 
-    Attempts run concurrently and start 0.25 s apart. With a short deadline the interval is shorter, so that
-    all attempts start in the first half of the time. If all attempts so far have failed, the next attempt
-    starts at once.
+    Attempts run concurrently and start 0.25 s apart. If the deadline is near, the interval is shorter, so
+    that all attempts start in the first half of the time. If all attempts so far have failed, the next
+    attempt starts at once.
 
     Returns: a non-blocking socket, and its address. Raises: `TimeoutError`, or the last `OSError`.
     """

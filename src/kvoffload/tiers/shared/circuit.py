@@ -20,11 +20,11 @@ that a recovered server is used within 5 s."""
 
 
 class CircuitBreaker:
-    """A circuit breaker: closed while calls succeed. Three consecutive failures open it for a pause.
+    """A circuit breaker: closed while calls succeed, opened for a pause by three consecutive failures.
 
     After the pause the breaker is half open, and one attempt is sent. Success closes the breaker; failure
-    opens it again. No request waits for an attempt. Pauses double from one second, with jitter, so that
-    machines do not retry at the same instant.
+    opens it again. No request waits for an attempt. The first pause is one second, and each further pause is
+    twice as long. Jitter keeps machines from retrying at the same instant.
 
     Args:
         clock: monotonic seconds.
@@ -50,7 +50,7 @@ class CircuitBreaker:
 
     @property
     def is_open(self) -> bool:
-        """True while the breaker is open or half open; then only attempts may be sent."""
+        """True while the breaker is open or half open. Nothing but an attempt may be sent then."""
         return self.next_attempt is not None
 
     @property
@@ -64,9 +64,9 @@ class CircuitBreaker:
         self._backoff.reset()
 
     def answered(self) -> None:
-        """Close an open breaker after an inconclusive reply.
+        """Close an open breaker after a reply that shows neither success nor failure.
 
-        The next failure opens the breaker again, for a longer pause.
+        One further failure opens the breaker again, for a longer pause.
         """
         if self.is_open:
             self._num_failures, self.next_attempt = _FAILURES - 1, None
@@ -93,8 +93,8 @@ class Breakers:
     - Three consecutive failures of any types open the server's breaker. A handshake closes it.
     - Three consecutive failures of one type open the type's breaker. Only an operation of the type closes it.
 
-    The server's breaker alone would not suffice. A server may answer handshakes but hang on values, and would
-    be retried endlessly.
+    The server's breaker alone would not suffice: a server may answer handshakes but hang when it must send
+    values. Each handshake would close the breaker, and requests would hang again.
 
     Attributes:
         server: breaker of the server; its pauses are at most 3 s, before jitter.
@@ -122,12 +122,12 @@ class Breakers:
 
     @property
     def is_out(self) -> bool:
-        """True while nothing can be read."""
+        """True while no block can be read, because the breaker of the server or of reads is open."""
         return self.server.is_open or self.operations[READ].is_open
 
     @property
     def outage_s(self) -> float:
-        """Duration of all outages in seconds. Includes the last exchange before each outage."""
+        """Duration of all outages in seconds. Includes the failed exchange that started each outage."""
         return self._outage_s + (0.0 if self._out_since is None else self._clock() - self._out_since)
 
     def open_kinds(self) -> set[str]:
@@ -161,8 +161,8 @@ class Breakers:
     def note_failure(self, exchange: Exchange, error: Exception) -> bool:
         """Count a failure in the breakers; returns True if it counted.
 
-        A time-out in the queue does not count if another exchange of the type has succeeded meanwhile. The
-        server is then only slow.
+        A failure does not count if the exchange timed out in the queue while another exchange of the type
+        succeeded: the server is slow, but works.
         """
         if isinstance(exchange, BlockExchange):
             has_answered = exchange.submitted < self._succeeded_at[exchange.kind]
@@ -174,9 +174,9 @@ class Breakers:
         return True
 
     def note_outage(self, waited_s: float) -> None:
-        """Record the start or end of an outage, if any.
+        """Record that an outage has started or ended, if either has happened since the last call.
 
-        At a start, adds `waited_s`, the duration of the last exchange, to `outage_s`.
+        If an outage has started, adds `waited_s`, the duration of the last exchange, to `outage_s`.
         """
         if self.is_out and self._out_since is None:
             self.num_outages += 1

@@ -1,4 +1,4 @@
-"""A thread with one connection, which performs exchanges one after the other. Knows no blocks."""
+"""A thread with one connection. The thread performs exchanges one after the other. Knows no blocks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Connect: TypeAlias = Callable[[float], C]
 
 
 class ConnectionThread(Generic[C]):
-    """Performs exchanges in order and delivers each exchange at its end.
+    """Performs exchanges in order, and passes each exchange that has ended to `deliver`.
 
     An exchange ends by its deadline, even if the network fails. The connection is closed before a failed
     exchange is delivered, so that nothing writes to the exchange's rows afterwards. Exchanges that the tier

@@ -36,9 +36,9 @@ class EpochHistory:
         self.has_warned = False
 
     def record(self, names: Sequence[bytes], numbers: Sequence[int | None], now: float) -> None:
-        """Record the present number of each key. If the number has changed, the former number has ended.
+        """Record the present number of each epoch key. If a number has changed, the former number has ended.
 
-        None leaves the key's number unchanged.
+        If the number of a key is None, the recorded number of the key stays.
         """
         for name, number in zip(names, numbers, strict=True):
             if number is not None and self._present.get(name) != number:
@@ -62,15 +62,15 @@ class EpochHistory:
             del self._ended[next(iter(self._ended))]
 
     def has_ended(self, number: int, since: float) -> bool:
-        """Return True if this number had ended when a request was sent, at `since`.
+        """Return True if this number had already ended at `since`, when a request was sent.
 
-        If the request has read the number, the server has restored an old epoch.
+        If the request nevertheless reads the number, the server has restored an old epoch.
         """
         return self._ended.get(number, float("inf")) <= since
 
     def is_outdated(self, number: int, since: float) -> bool:
-        """Return True if this number ended after a request was sent, at `since`.
+        """Return True if this number ended after `since`, when a request was sent.
 
-        The request may have read the number before the number ended. The server is not at fault.
+        The request may have read the number before it ended, so the server is not at fault.
         """
         return number in self._ended and not self.has_ended(number, since)

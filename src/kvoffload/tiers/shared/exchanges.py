@@ -24,7 +24,7 @@ from kvoffload.transfer import Blocks
 from kvoffload.transfer.copies import address_of
 
 PROBE, READ, WRITE = "probe", "read", "write"
-"""Types of operations. Each type has separate connections and a separate circuit breaker."""
+"""Types of operations. Each type has its own connections and its own circuit breaker."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -48,8 +48,8 @@ class Exchange:
     def claim(self) -> bool:
         """Claim the exchange; returns True in the first call, False in later calls.
 
-        A connection thread claims an exchange before performing it, a tier before dropping it. Thread: any,
-        because `pop` of a list is atomic.
+        A connection thread claims an exchange before it performs the exchange. A tier claims an exchange
+        before it drops the exchange. Thread: any, because `pop` of a list is atomic.
         """
         try:
             self._unclaimed.pop()
@@ -93,7 +93,9 @@ class Persistence(Enum):
 
 @dataclass(eq=False, kw_only=True)
 class PersistenceQuestion(Exchange):
-    """Asks a server about its persistence. Without permission the result is `UNKNOWN`; this is no failure.
+    """Asks a server about its persistence.
+
+    If the user lacks the permission, the result is `UNKNOWN`, no failure.
 
     Attributes:
         reasons: the settings that turn persistence on: ``save "3600 1"``.
@@ -105,11 +107,11 @@ class PersistenceQuestion(Exchange):
 
 @dataclass(eq=False, kw_only=True)
 class BlockExchange(Exchange):
-    """An exchange about blocks. It checks the blocks' epoch before any result counts.
+    """An exchange about blocks. A block's result counts only if the server has confirmed the block's epoch.
 
     Attributes:
         job: number of the job.
-        num_rows: number of rows in the job's result. The blocks of this exchange are the first rows.
+        num_rows: number of rows in the job's result. The first rows belong to the blocks of this exchange.
         objects: the objects of a bucket that hold these blocks.
         current: mask of the blocks whose epoch the server has confirmed. Results of other blocks do not
             count.
@@ -164,7 +166,7 @@ class Read(Transfer):
     Attributes:
         absent: mask of the blocks that the server does not have.
         damaged: mask of the blocks with a wrong header or checksum; the read deletes them on the server.
-        deleted: for a bucket, mask of all blocks in objects with a damaged block. The read deletes these
+        deleted: for a bucket, mask of all blocks whose object contains a damaged block. The read deletes such
             objects.
     """
 

@@ -1,4 +1,4 @@
-"""Groups of blocks that share an object of a bucket, and the names of the objects. Knows no network.
+"""Groups of blocks that are stored in one object of a bucket, and the names of the objects. Knows no network.
 
 A path is divided into groups of a fixed number of blocks, from the first block. The remaining blocks at the
 end of the path are in no group. All machines that know a path compute equal groups.
@@ -19,7 +19,7 @@ from kvoffload.structures.keys import Keys
 from kvoffload.tiers.contract import Mask
 
 _GENERATION_BLOCKS = 1 << 17
-"""Blocks of one generation. Only the last two generations are remembered."""
+"""Number of blocks in a generation of known groups. The last two generations are remembered."""
 _NAME_BYTES = 16
 
 
@@ -43,7 +43,7 @@ class ReportedPath:
 
     Attributes:
         num_added: number of blocks whose groups have been added.
-        generation: generation at the first addition.
+        generation: generation in which the path's first group was added.
     """
 
     num_added: int = 0
@@ -57,7 +57,8 @@ class BlockGroups:
     on all machines. Different sequences have different names, even if keys are not chained.
 
     Args:
-        group_blocks: blocks in an object; with 1, each object holds one block, and no path is needed.
+        group_blocks: blocks in an object. If it is 1, each object holds one block, and paths need not be
+            known.
 
     Memory: 200 bytes a block, for the last 130,000 to 260,000 blocks. Cost: 0.2 µs a block. Thread: one.
     """
@@ -74,7 +75,7 @@ class BlockGroups:
         return len(self._young) + len(self._old)
 
     def add_path(self, reported: ReportedPath, path: Keys) -> None:
-        """Add the new whole groups of a request's path, since the last call with `reported`."""
+        """Add the whole groups by which a request's path has grown since the last call with `reported`."""
         length = len(path) - len(path) % self.group_blocks
         if self.group_blocks == 1 or length == 0:
             return

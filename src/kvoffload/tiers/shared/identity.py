@@ -48,12 +48,12 @@ _LEAST_CUT, _MOST_LOST = 16 << 10, 0.1
 
 @cache
 def head_bytes(block_bytes: int) -> int:
-    """Return the number of a block's bytes in its first value, behind the header.
+    """Return the number of the block's bytes that the first value holds, after its header.
 
-    The remaining bytes, if any, are in a second value (`rest_names`). Servers allocate memory in jemalloc's
-    size classes, four for each doubling. A value with a header and a block of 2^n bytes would waste a quarter
-    of its memory. A block that would waste more than a tenth is therefore split. Its second value fills a
-    size class.
+    If the first value does not hold the whole block, a second value holds the rest (`rest_names`). Reason:
+    servers allocate memory in jemalloc's size classes, four for each doubling. A value with a header and a
+    block of 2^n bytes would waste a quarter of its memory. Therefore a block that would waste more than a
+    tenth is split, so that its second value fills a size class exactly.
     """
     whole = HEADER_BYTES + block_bytes + _ADDED_BYTES
     if block_bytes < _LEAST_CUT or _class_above(whole) <= (1 + _MOST_LOST) * block_bytes:
@@ -83,7 +83,7 @@ def _class_above(num_bytes: int) -> int:
 
 
 class EpochKeys(NamedTuple):
-    """The epoch keys that cover a batch of blocks. An epoch key is a name in the server with an epoch number.
+    """The epoch keys that cover a batch of blocks. The server stores an epoch number under each epoch key.
 
     Attributes:
         names: names of the epoch keys.
@@ -103,11 +103,14 @@ class Epoch(ABC):
 
     @abstractmethod
     def names(self, keys: Keys) -> list[bytes]:
-        """Return the name of each block; all names have one length."""
+        """Return the name of each block. All names have equal lengths."""
 
     @abstractmethod
     def epoch_keys(self, keys: Keys) -> EpochKeys:
-        """Return the epoch keys that cover these blocks. A block counts only while its epoch is unchanged."""
+        """Return the epoch keys that cover these blocks.
+
+        A block is valid only while its epoch is unchanged.
+        """
 
     @abstractmethod
     def numbers_and_seeds(self, digests: Checksums) -> tuple[Any, Any]:
@@ -126,7 +129,7 @@ class Epoch(ABC):
         return headers
 
     def sound(self, keys: Keys, headers: Headers, addresses: npt.NDArray[np.int64], block_bytes: int) -> Mask:
-        """Return a mask of the blocks whose headers and bytes match their keys. Cost: as `headers`."""
+        """Return a mask of the blocks whose headers and bytes match their keys. Cost: like `headers`."""
         expected = self.headers(keys, addresses, block_bytes)
         sound: Mask = (_words(headers) == _words(expected)).all(axis=1)
         return sound

@@ -20,10 +20,10 @@ _EXPIRE_EVERY_S = 0.005
 
 
 class Jobs:
-    """Exchanges about blocks in flight, and their connection threads.
+    """Exchanges about blocks that are in flight, and their connection threads.
 
-    Reads, writes and probes have separate threads. The thread with the fewest exchanges gets the next
-    exchange.
+    Reads, writes and probes have separate threads. Among the threads of a type, the thread with the fewest
+    exchanges gets the next exchange.
 
     Args:
         name: the tier's name, part of the threads' names.
@@ -67,7 +67,7 @@ class Jobs:
         return max(0, most - self._num_blocks[kind])
 
     def submit(self, exchange: BlockExchange) -> int:
-        """Register and send an exchange about blocks; returns the number of its job."""
+        """Register an exchange about blocks, and send it; return the number of its job."""
         self.in_flight[exchange.job] = exchange
         self._count(exchange, len(exchange.keys))
         self.send(exchange.kind, exchange)

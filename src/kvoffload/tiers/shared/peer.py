@@ -38,7 +38,10 @@ class Forget(Protocol):
     """Type of the callback that a peer calls when known blocks may be gone."""
 
     def __call__(self, *, same_epoch: bool) -> None:
-        """Clear the presence cache. In a new epoch, also report all blocks in the write log as gone."""
+        """Clear the presence cache.
+
+        If `same_epoch` is False, also report all blocks in the write log as gone.
+        """
 
 
 class Peer:
@@ -52,8 +55,8 @@ class Peer:
         send: sends an exchange over a connection for a type of operation.
         forget: called when known blocks may be gone.
         clock: monotonic seconds, for pauses.
-        history: for a node of a cluster, the history that all nodes share. None for any other server. With
-            a history, an error reply that a block is on another node is no failure.
+        history: for a node of a cluster, the history that all nodes share; None for any other server. If
+            there is a history, an error reply that a block is on another node does not count as a failure.
         chance: returns a random number in [0, 1), for jitter.
 
     Attributes:
@@ -111,7 +114,10 @@ class Peer:
         return self.epoch is None or self.is_partial or self.breakers.is_any_open
 
     def is_open(self, kind: str | None = None) -> bool:
-        """Return True if operations of type `kind` may be sent. With None, if the server is usable at all."""
+        """Return True if operations of type `kind` may be sent.
+
+        If `kind` is None, return True if the server is usable at all.
+        """
         if self.epoch is None or self.breakers.server.is_open:
             return False
         return kind is None or not self.breakers.operations[kind].is_open
@@ -139,7 +145,7 @@ class Peer:
             self._shake_hands()
 
     def reset(self) -> None:
-        """Forget all blocks: at once in this process, and on all machines once the server confirms."""
+        """Forget all blocks: in this process at once, on all machines when the server confirms the reset."""
         self.history.end(self.keyspace.epoch_keys, time.monotonic())
         self.close_epoch()
         self.reset_wanted = True
@@ -234,7 +240,7 @@ class Peer:
             self._send(WRITE, self.persistence_question)  # no request waits for writes
 
     def take_persistence(self, question: PersistenceQuestion) -> None:
-        """Log a warning, once, if the reply says that the server saves its contents to a disk."""
+        """Log a warning if the reply says that the server saves its contents to a disk. Warns only once."""
         self.persistence_question = None
         if question.persistence is Persistence.ON and not self.history.has_warned:
             self.history.has_warned = True
@@ -270,7 +276,8 @@ class Peer:
     def _is_elsewhere(self, exchange: Exchange) -> bool:
         """Return True if an exchange failed because another node has its blocks.
 
-        Counts in `num_troubles` every failure, and every reply that another node has a block.
+        Also increments `num_troubles` if the exchange failed, or if a reply says that another node has a
+        block.
         """
         reply = exchange.error or getattr(exchange, "refused", None)
         is_elsewhere = isinstance(reply, ServerError) and reply.is_elsewhere

@@ -1,7 +1,9 @@
-"""Cache of recent answers about blocks in a shared tier: present or absent. Knows no network.
+"""Cache of recent replies of a shared tier: which blocks were present, and which were absent.
+
+Knows no network.
 
 An entry may become wrong at any time, because other machines write and the server evicts. A wrong entry costs
-a miss or a probe.
+a miss or a probe, nothing else.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ NUM_ENTRIES = 1 << 20
 
 
 class PresenceCache:
-    """A direct-mapped table: the digest of a key selects the block's only possible entry.
+    """A direct-mapped table: the digest of a block's key determines the one entry where the block may be.
 
-    A new block replaces the block in its entry, so memory is bounded. Replaced blocks are probed again.
+    A block replaces the block that was in its entry, so memory is bounded. Replaced blocks are probed again.
 
     Args:
         clock: monotonic seconds, above 0.
@@ -44,13 +46,16 @@ class PresenceCache:
         self._mask = np.uint64(num_entries - 1)
 
     def present(self, digests: U64Array) -> Mask:
-        """Return a mask of the blocks that were present at the last answer. Expired answers are False."""
+        """Return a mask of the blocks that were present at the server's last reply.
+
+        Expired entries are False.
+        """
         at = self._entries(digests)
         mask: Mask = self._matches(at, digests) & (self._until[at] > self._clock())
         return mask
 
     def known(self, digests: U64Array) -> Mask:
-        """Return a mask of the blocks with an unexpired answer, present or absent."""
+        """Return a mask of the blocks with an entry, present or absent, that has not expired."""
         at = self._entries(digests)
         mask: Mask = self._matches(at, digests) & (np.abs(self._until[at]) > self._clock())
         return mask
@@ -84,7 +89,8 @@ class PresenceCache:
 def _small_pages(count: int) -> npt.NDArray[np.uint8]:
     """Allocate ``8 * count`` bytes of zeros without huge pages.
 
-    The first use of a huge page zeroes 2 MiB, and a lookup of 64 blocks may touch 64 pages.
+    With huge pages a lookup would be slow: 64 blocks may touch 64 pages, and the first use of a huge page
+    zeroes 2 MiB.
     """
     memory = mmap.mmap(-1, 8 * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError, AttributeError):

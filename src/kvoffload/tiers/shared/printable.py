@@ -7,7 +7,7 @@ MASK = "***"
 
 
 def printable(text: object, *secrets: str) -> str:
-    """Reduce a text to one line of printable ASCII, at most 200 characters, without `secrets`.
+    """Reduce a text to one line of printable ASCII, at most 200 characters, and mask `secrets` in it.
 
     Pass every text from a server through this function before it is logged, raised or printed. A line feed
     would forge a log line, an escape sequence would reach the terminal, and some servers echo the password.

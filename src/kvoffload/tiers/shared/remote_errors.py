@@ -40,7 +40,10 @@ class ServerError(KVOffloadError):
 
     @property
     def is_busy(self) -> bool:
-        """True if the server has too many clients now. The code is ``ERR``, as of permanent errors."""
+        """True if the server has too many clients now.
+
+        The text is checked, because many errors have the code ``ERR``.
+        """
         return BUSY in str(self)
 
     @property
@@ -50,15 +53,15 @@ class ServerError(KVOffloadError):
 
 
 class NotSentError(ConnectionError):
-    """An exchange was dropped from the queue because a circuit breaker opened."""
+    """Raised for an exchange that was dropped from the queue because a circuit breaker opened."""
 
 
 class QueuedTooLongError(TimeoutError):
-    """The deadline of an exchange was exceeded while it was queued."""
+    """Raised for an exchange whose deadline was exceeded while it was queued."""
 
 
 class CacheResetError(Exception):
-    """The epoch has changed or is missing: no result of this exchange counts."""
+    """Raised for an exchange that found another epoch or none on the server. None of its results counts."""
 
     def __init__(self) -> None:
         super().__init__("the cache was reset")

@@ -32,7 +32,8 @@ class SharedTierOptions(TierOptions):
         identity: name of the weights, equal on all machines; by default it is detected.
         admission: chooses the blocks to write.
         start_s: longest wait for the server at opening.
-        engine_start_s: longest wait of an engine for the server. Afterwards the engine starts without it.
+        engine_start_s: longest wait of an engine for the server. After that the engine starts, although the
+            server does not reply yet.
     """
 
     start_s: ClassVar[float]
@@ -73,9 +74,9 @@ class SharedTierOptions(TierOptions):
     def open(self, owner: TierOwner) -> ConnectingTier:
         """Open the tier and wait for the server.
 
-        With `owner.on_unavailable`, waits up to `engine_start_s`. If the server does not reply in time,
-        returns a tier that is empty until the server replies. Without `on_unavailable`, waits up to `start_s`
-        and then raises.
+        If the owner has `on_unavailable`, waits up to `engine_start_s`. If the server does not reply in that
+        time, returns a tier that is empty until the server replies. If the owner has no `on_unavailable`,
+        waits up to `start_s` and then raises.
 
         Raises: `ConfigError` for an invalid option or a permanent refusal; `UnavailableError`.
         """

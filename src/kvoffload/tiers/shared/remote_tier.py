@@ -109,7 +109,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
 
     Args:
         name: name in reports and metrics.
-        admission: chooses the blocks to write; None for all.
+        admission: chooses the blocks to write. If it is None, all blocks are written.
         groups: groups of blocks that share an object; None if each block has its own name.
         clock: monotonic seconds, for the presence cache and pauses.
         chance: returns a random number in [0, 1), for the jitter of pauses.
@@ -270,7 +270,10 @@ class RemoteTier(ConnectingTier, GroupedTier):
         return results
 
     def delete(self, keys: Keys) -> int:
-        """Mark blocks as absent in the presence cache. Reads delete damaged blocks on the server."""
+        """Mark blocks as absent in this process's presence cache. The server keeps the blocks.
+
+        Damaged blocks on the server are deleted elsewhere: by the reads that find them.
+        """
         count = int(np.count_nonzero(self.presence.present(keys.digests)))
         self.presence.learn(keys.digests, np.zeros(len(keys), np.bool_))
         return count
@@ -328,9 +331,10 @@ class RemoteTier(ConnectingTier, GroupedTier):
     # ---- availability
 
     def is_open(self, kind: str | None = None) -> bool:
-        """Return True if operations of type `kind` may be sent. With None, if the server is usable at all.
+        """Return True if operations of type `kind` may be sent.
 
-        If the server is unusable, processes replies and reconnects as the circuit breakers allow.
+        If `kind` is None, return True if the server is usable at all. While the server is unusable, the call
+        also processes replies, and reconnects as the circuit breakers allow.
         """
         if os.getpid() != self._pid:
             raise MisuseError("this process was forked from the process that has the tier and cannot use it")
@@ -359,7 +363,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
         return not self.jobs.in_flight and not self._results
 
     def _maintain(self) -> None:
-        """Send a handshake if due, and an attempt for each half-open breaker of reads or probes."""
+        """Send a handshake if it is due. Send an attempt for each half-open breaker of reads or probes."""
         self.peer.maintain()
         breakers, options = self.peer.breakers, self.options
         if self.peer.may_attempt(READ) and (keys := breakers.retry_keys.get(READ)) is not None:
@@ -391,7 +395,10 @@ class RemoteTier(ConnectingTier, GroupedTier):
         )
 
     def _awaited(self) -> list[BlockExchange]:
-        """Return the exchanges in flight, without attempts to probe or read. No caller waits for these."""
+        """Return the exchanges in flight for which a caller waits.
+
+        No caller waits for the attempts to probe or read that `_maintain` sends.
+        """
         attempts = {job for kind, job in self.peer.breakers.attempts.items() if kind != WRITE}
         return [exchange for exchange in self.jobs.in_flight.values() if exchange.job not in attempts]
 
@@ -494,12 +501,15 @@ class RemoteTier(ConnectingTier, GroupedTier):
     # ---- groups and admission
 
     def _not_being_written(self, keys: Keys) -> Mask:
-        """Return a mask of the blocks without a write in flight. Of equal keys only the first is True."""
+        """Return a mask of the blocks without a write in flight.
+
+        If a key is repeated, only the first is True.
+        """
         new = dict.fromkeys(key for key in keys if key not in self._writing)
         return np.array([new.pop(key, key) is None for key in keys], np.bool_)
 
     def _addressable(self, keys: Keys, wanted: Mask) -> Mask:
-        """Return `wanted` without blocks outside of known groups. The names of their objects are unknown."""
+        """Return `wanted` without blocks that are in no known group: their object's name is unknown."""
         return wanted if self.groups is None else wanted & self.groups.known(keys.digests)
 
     def _forget_partial_groups(self, keys: Keys) -> None:

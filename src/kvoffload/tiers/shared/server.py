@@ -32,9 +32,9 @@ class RemoteOptions:
         timeout_s: longest duration of a read.
         probe_timeout_s: longest duration of a probe, and longest wait of a request for probes.
         ttl_s: lifetime of a block on the server in seconds; 0 if the server decides.
-        write_timeout_s: longest duration of a write; None for five times `timeout_s`.
-        gives_up_at_once: True if the first exceeded deadline opens the circuit breaker. For replays, which
-            have long deadlines.
+        write_timeout_s: longest duration of a write; None means five times `timeout_s`.
+        gives_up_at_once: True if the first exceeded deadline opens the circuit breaker. Used in replays,
+            whose deadlines are long.
         num_threads: number of connections for reads, for writes and for probes.
     """
 

@@ -12,8 +12,8 @@ MOST_KEYS = 1 << 20
 class WriteLog:
     """Blocks that this process has written, until a probe or read finds them missing.
 
-    Blocks of other processes are not logged. A block that the server has evicted stays in the log until a
-    probe or read of the block. Logging starts with the first `take`.
+    Blocks of other processes are not logged. If the server evicts a block, the block stays in the log until a
+    probe or read finds it missing. Logging starts with the first call of `take`.
 
     Args:
         most_keys: limit of logged blocks. Beyond the limit, the oldest blocks are reported as gone.
@@ -47,7 +47,8 @@ class WriteLog:
     def take(self) -> list[tuple[list[bytes], bool]]:
         """Return the changes since the last call, in order.
 
-        A change is (keys, removed): False for written blocks, True for blocks that are gone.
+        A change is a pair (keys, removed). `removed` is False for written blocks and True for blocks that are
+        gone.
         """
         self._is_wanted = True
         changes, self._changes = self._changes, []

@@ -1,8 +1,8 @@
 """A cluster of servers as one tier.
 
 Owns the map from blocks to nodes. Each node is a separate tier with its own connections and circuit breaker.
-If a node is dead or hangs, only its blocks are misses. If a block moves to another node, it is a miss until a
-background thread has read the new map.
+If a node is dead or hangs, its blocks are misses; blocks of other nodes are not affected. If a block moves to
+another node, it is a miss until a background thread has read the new map.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
       when all masters and all connected replicas have the reset.
     - A block is a miss if its node is dead or unknown, or has lost the block. While nodes or exchanges fail,
       a background thread reads the map about once a second, from any node.
-    - If the divisions of a node change, the presence of all the node's blocks becomes unknown.
+    - If the divisions of a node change, this process forgets which blocks the node has, and probes again.
 
     Args:
         name: name in reports and metrics.
         place: the cluster, for the log.
         seeds: nodes from which the first map is read.
         connect: connects to a node and logs in, by a deadline.
-        admission: chooses the blocks to write; None for all.
+        admission: chooses the blocks to write. If it is None, all blocks are written.
         clock: monotonic seconds.
 
     Attributes:
@@ -136,9 +136,10 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
         self._maintain()
 
     def wait_until_open(self, timeout_s: float) -> None:
-        """Wait for the replies of all nodes, at most `timeout_s`. Afterwards the tier uses any healthy node.
+        """Wait up to `timeout_s` for the replies of all nodes. One reply suffices to use the tier.
 
-        Raises: `UnavailableError` if no node has replied. Its cause is the error of a node or the network.
+        Nodes that have not replied are used once they reply. Raises: `UnavailableError` if no node has
+        replied. Its cause is the error of a node or the network.
         """
 
         def is_complete() -> bool:
@@ -280,8 +281,8 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
     def use_map(self, question: MapQuestion) -> None:
         """Start to switch to a new map. Jobs of nodes that leave the map end normally.
 
-        If there would be more than `_MOST_NODES` nodes, ignores the map and stops some former nodes. The map
-        is then read again later.
+        If there would be more than `_MOST_NODES` nodes, ignores the map, stops some former nodes, and lets
+        the map be read again later.
         """
         kept = {
             address: number

@@ -1,4 +1,4 @@
-"""The map of a cluster: the request to a node, and the checks of the reply. Does not know tiers."""
+"""The map of a cluster: requests it from a node, and checks the reply. Does not know tiers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ Address = tuple[str, int]
 _HOST = re.compile(
     r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?|[0-9A-Fa-f:.]{2,45}(?:%[\w.-]{1,16})?"
 )
-"""A DNS name or an IP address. Any other host in a map is refused, so it never reaches resolver or log."""
+"""Pattern of a DNS name or an IP address. A map with any other host is refused, so that a malicious host name
+never reaches the resolver or the log.
+"""
 _MOST_PORTS = 1 << 16
 MOST_MASTERS = 128
 """Limit of masters, because this process runs three threads for each master."""

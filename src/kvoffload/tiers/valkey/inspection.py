@@ -77,7 +77,7 @@ class ProducerReport:
         block_bytes: bytes of a block; None if no block was sampled.
         in_epoch: number of blocks of the present epoch.
         older: number of blocks from before a reset. The server will evict them.
-        with_end: 1.0 if any sampled block has a time to live, otherwise 0.0; None without samples.
+        with_end: 1.0 if any sampled block has a time to live, otherwise 0.0; None if no block was sampled.
         about: text about the producer, untrusted; empty if the server has no text.
     """
 
@@ -140,7 +140,7 @@ def inspect_server(
 
     Args:
         division: a division of the cluster node; None for a single server.
-        ttl_s: time to live of written blocks in seconds; 0 for none.
+        ttl_s: configured time to live of written blocks in seconds; 0 if there is none.
     """
 
     def ask(*words: bytes) -> Answer:
@@ -177,7 +177,10 @@ def inspect_server(
 
 
 def inspect_namespace(connections: Sequence[Connection], namespace: str, deadline: float) -> NamespaceReport:
-    """Report the contents of a namespace on these nodes. Scans about `MOST_NAMES` keys of a node at most."""
+    """Report the contents of a namespace on these nodes.
+
+    On each node, stops the scan after about `MOST_NAMES` keys.
+    """
     report, producers = NamespaceReport(namespace=namespace), dict[str, ProducerReport]()
     for connection in connections:
         for names in _scanned(connection, report, deadline):

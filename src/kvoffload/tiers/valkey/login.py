@@ -45,7 +45,10 @@ def tls_context(ca: str, cert: str, cert_key: str) -> ssl.SSLContext:
 
 
 def password_in(path: str) -> str:
-    """Return the password in a file, stripped. Raises `OSError`, `UnicodeDecodeError`."""
+    """Return the password in a file, without white space around it.
+
+    Raises `OSError`, `UnicodeDecodeError`.
+    """
     return Path(path).read_text().strip()
 
 
@@ -57,7 +60,7 @@ class Connector:
 
     Args:
         password_file: empty if the password does not come from a file.
-        silence_s: as for `Connection`.
+        silence_s: argument of `Connection`.
 
     Thread: any, several at a time.
     """
@@ -67,7 +70,7 @@ class Connector:
         self._addresses = Addresses()
 
     def __call__(self, address: Address, deadline: float) -> Connection:
-        """Connect and log in by a deadline (of `time.monotonic`). Raises as `Connection`."""
+        """Connect and log in by a deadline (of `time.monotonic`). Raises the errors of `Connection`."""
         if self._password_file:
             with contextlib.suppress(OSError, UnicodeDecodeError):
                 password = password_in(self._password_file)

@@ -27,8 +27,8 @@ def persistence_of(facts: Mapping[str, str], settings: Mapping[str, str]) -> tup
     """Return the persistence of a server, and the settings that turn persistence on (unescaped text).
 
     Args:
-        facts: reply to ``INFO``; empty without permission.
-        settings: reply to ``CONFIG GET``; empty without permission.
+        facts: reply to ``INFO``; empty if the user lacks the permission.
+        settings: reply to ``CONFIG GET``; empty if the user lacks the permission.
     """
     reasons = []
     if settings.get("save"):

@@ -48,7 +48,7 @@ def valkey_tier(
     options: RemoteOptions,
     **arguments: Any,
 ) -> RemoteTier:
-    """Return a tier in one server that speaks RESP2; arguments as for `RemoteTier`."""
+    """Return a tier in one server that speaks RESP2. The arguments are arguments of `RemoteTier`."""
     epoch_key = epoch_name(options.namespace, options.producer)
     keyspace = SingleKeyspace(options.namespace, options.producer, (epoch_key,))
     return RemoteTier(name, Server(place, connect, Resp(), keyspace), options, **arguments)
@@ -59,8 +59,8 @@ class Resp:
     """Client side of RESP2, the protocol of Redis and Valkey servers. Implements `Dialect`.
 
     Attributes:
-        window_bytes: largest number of block bytes in one pipeline. The client reads all replies of a
-            pipeline before it sends the next.
+        window_bytes: largest number of block bytes in one pipeline. A write reads all replies of a pipeline
+            before it sends the next pipeline. A read sends the next pipeline before it receives the replies.
         most_at_once: largest number of blocks that the client receives together.
     """
 
@@ -228,7 +228,8 @@ def _values(exchange: BlockExchange, names: list[bytes]) -> list[list[bytes]]:
 def _check_epoch(connection: Connection, exchange: BlockExchange, keys: EpochKeys) -> Mask:
     """Receive the epoch numbers; returns a mask of the blocks whose epoch is as expected.
 
-    Raises: `CacheResetError` if an epoch has changed; `ServerError`, unless the slot has moved.
+    Raises: `CacheResetError` if an epoch has changed; `ServerError` for an error reply, unless the slot has
+        moved.
     """
     confirmed, was_reset = np.zeros(len(keys.names), np.bool_), False
     replies = connection.short_replies(len(keys.names), exchange.deadline)
@@ -302,9 +303,10 @@ def _set_commands(write: Write, names: list[bytes], at: npt.NDArray[np.int64]) -
 
 
 def _commands(verb: bytes, *names: list[bytes]) -> list[bytes]:
-    """Encode commands. `names`: a list for each argument, with the argument's value in each command.
+    """Encode several commands with the same verb.
 
-    All names in a list must have equal lengths.
+    `names` has one list for each argument; the list has the value of this argument in each command. All
+    values in a list must have equal lengths.
     """
     if not names[0]:
         return []
@@ -335,7 +337,7 @@ def _read_epoch(connection: Connection, deadline: float) -> int | ServerError:
 
 
 def _wait_for_replicas(connection: Connection, exchange: Handshake) -> None:
-    """Wait (`WAIT`) until `exchange.num_replicas` replicas have acknowledged the reset.
+    """Wait until `exchange.num_replicas` replicas have acknowledged the reset. Uses the command ``WAIT``.
 
     Raises: `TimeoutError` if fewer replicas have acknowledged in time; `ServerError` if the server refuses.
     """
@@ -351,17 +353,20 @@ def _wait_for_replicas(connection: Connection, exchange: Handshake) -> None:
 
 
 def _rights_commands(epoch_key: bytes) -> bytes:
-    """Return EXISTS and DEL commands on an unused key, to check permissions.
+    """Return EXISTS and DEL commands on an unused key, which check the user's permissions.
 
-    A missing permission makes the handshake fail. Otherwise every probe would fail later, or damaged blocks
-    would remain.
+    If a permission is missing, the handshake fails. Without this check, every probe would fail later, or
+    damaged blocks would stay on the server.
     """
     name = epoch_key + b":rights"
     return command(b"EXISTS", name) + command(b"DEL", name)
 
 
 def _check_rights(connection: Connection, deadline: float) -> None:
-    """Read the replies to `_rights_commands`. Raises `ServerError`, unless the slot has moved."""
+    """Read the replies to `_rights_commands`.
+
+    Raises `ServerError` for an error reply, unless the slot has moved.
+    """
     for reply in [connection.reply(deadline) for _ in ("EXISTS", "DEL")]:
         if isinstance(reply, ServerError) and not reply.is_elsewhere:
             raise reply

@@ -44,7 +44,10 @@ _ELEMENT_BYTES = 16
 """Bytes added to the length of each element of an answer, to account for the element's Python object."""
 _MOST_DIGITS = 19
 SHORT_WAIT_S = 0.05
-"""Longest wait for all expected bytes, in seconds. Afterwards the bytes that have arrived are read."""
+"""Longest time, in seconds, to wait until all expected bytes have arrived.
+
+After it, the bytes so far are read.
+"""
 
 
 @dataclass(frozen=True)
@@ -75,13 +78,13 @@ class Connection:
     The constructor resolves the host, connects and logs in. Deadlines are times of `time.monotonic`.
 
     Attributes:
-        host: as given to the constructor.
+        host: host that was passed to the constructor.
         has_received: set to True when a byte arrives; the caller sets it to False.
 
     Args:
         addresses: cache of resolved hosts; None to resolve the host for this connection alone.
-        silence_s: longest time in which the server may neither send nor accept a byte. For replays, which
-            have long deadlines.
+        silence_s: if the server neither sends nor accepts a byte for this time, the call fails. Used in
+            replays, whose deadlines are long.
 
     Raises:
         OSError: a failure of the network, or `TimeoutError` at the deadline or after `silence_s`. Close the
@@ -415,7 +418,7 @@ class Connection:
     def receive(self, into: Sequence[memoryview], deadline: float, flags: int = 0) -> int:
         """Receive at least one byte into these buffers, in order; returns the number of received bytes.
 
-        Over TLS only the first buffer is used. `flags`: as for `socket.recvmsg_into`.
+        Over TLS only the first buffer is filled. `flags` is an argument of `socket.recvmsg_into`.
         """
         until = self._until(deadline)
         while True:
@@ -434,11 +437,14 @@ class Connection:
             return count
 
     def _until(self, deadline: float) -> float:
-        """Return the latest time for the next byte."""
+        """Return the time at which a wait for the next byte ends: after `silence_s`, or at the deadline."""
         return min(deadline, time.monotonic() + self._silence_s)
 
     def _patience_s(self, until: float, deadline: float) -> float:
-        """Return the seconds until `until`, from `_until`. Raises `TimeoutError`."""
+        """Return the seconds until `until`, a result of `_until`.
+
+        Raises `TimeoutError` if that time has passed.
+        """
         seconds = until - time.monotonic()
         if seconds <= 0.0 and until < deadline:
             raise TimeoutError(f"nothing received for {self._silence_s:g} s")

@@ -20,8 +20,8 @@ class Keys:
     the salt. If the source already has ids, each id is hashed together with the previous id. So an id of the
     trace identifies a whole prefix, even if the source's id identifies only the content of one block.
 
-    The probability that any two of 100 million different blocks get the same id is 1/3,700. A reader rejects
-    lines in which an id stands for another block.
+    If a trace has 100 million different blocks, two of them have the same id with a probability of 1/3,700.
+    The reader of a trace rejects a line in which an id follows another block than in an earlier line.
 
     Args:
         salt: None for a random salt.
@@ -50,7 +50,7 @@ class Keys:
         return Keys.after(self, (), [cache_salt.encode()]) if cache_salt else []
 
     def of(self, ids: Iterable[BlockId]) -> list[BlockId]:
-        """Return hashed ids for the chained blocks that have these ids in the source."""
+        """Return the hashed ids of a prompt's blocks. `ids`: the blocks' ids in the source, in order."""
         return self.after((), [str(block_id).encode() for block_id in ids])
 
     def name(self, text: str) -> str:

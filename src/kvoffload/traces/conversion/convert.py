@@ -49,8 +49,8 @@ class Converted:
     Attributes:
         source, assumed, block_tokens: fields of the trace's header.
         block_refs: number of blocks of all requests; a block counts once for each request that has it.
-        unordered_requests: number of requests that arrived before the request of a preceding line; 0 if the
-            source does not promise an order. Readers sort all requests by arrival time.
+        unordered_requests: number of requests whose arrival time is before the time of a preceding line; 0 if
+            the source does not promise an order. Readers of the trace sort all requests by arrival time.
         remarks: notes of the source for the user.
     """
 
@@ -75,19 +75,20 @@ def convert(
     skip_bad_lines: bool = False,
     progress: Callable[[float], None] | None = None,
 ) -> Converted:
-    """Convert a recording to a trace, whose times start at the first request.
+    """Convert a recording to a trace. In the trace, the first request arrives at time 0.
 
-    The output is written to ``OUT.part`` and renamed at the end.
+    The output is written to ``OUT.part``, which is renamed at the end.
 
     Args:
         place: a file, ``-``, or the address of a KV event publisher (``tcp://host:port``).
-        out: the output; None counts as a missing option.
-        source: name of a source with parameters; None detects it from the first record.
-        block_tokens: block size of the trace. None: the block size in the file's header, or else the default
-            of the source.
+        out: path of the output. None counts as a missing option.
+        source: name of a source, with its parameters. If it is None, the source is detected from the first
+            record.
+        block_tokens: block size of the trace. If it is None, the block size in the file's header is used, or
+            else the default of the source.
         tokenizer: a ``tokenizer.json``, for text.
-        keys: computes the ids, or keeps the ids and names of the source (`KeptKeys`). None: `Keys` with a
-            random salt.
+        keys: computes the ids, or keeps the ids and names of the source (`KeptKeys`). If it is None, `Keys`
+            with a random salt is used.
         progress: called repeatedly with the share of the file that has been read, 0 to 1.
 
     Memory: independent of the number of requests. Cost: about 1 s per million block references, plus the
@@ -142,7 +143,8 @@ def _wrong_tokenizer(problem: ConfigError, tokenizer: Path | None) -> Missing:
 def _missing(source: Source, place: str) -> list[Missing]:
     """Return the required options that are missing.
 
-    They depend on the first record, which is read unless the source can be read only once.
+    They depend on the first record. The record is read, unless the source is a stream, which can be read only
+    once.
     """
     if is_address(place) or is_stream(Path(place)):
         return source.missing(b"")

@@ -24,8 +24,8 @@ def batches(address: str, lost: list[int]) -> Iterator[tuple[int, bytes]]:
     """Yield the batches of a publisher as JSON, numbered from 1, until Ctrl-C.
 
     Args:
-        lost: a list with one number, to which this call adds the number of lost batches: batches whose
-            sequence numbers are missing.
+        lost: a list with one number. The call increases the number by one for each lost batch, which is a
+            batch whose sequence number is missing.
 
     Thread: any. On the main thread Ctrl-C ends the iteration between two batches; on another thread, close
     the iterator.

@@ -25,7 +25,10 @@ def is_array(path: Path) -> bool:
 
 
 def records(path: Path, progress: Callable[[float], None] | None = None) -> Iterator[tuple[int, bytes]]:
-    """Yield the elements of a JSON array, or else the lines, numbered from 1. A stream has lines."""
+    """Yield the elements of a file that is a JSON array, or the lines of any other file, numbered from 1.
+
+    A stream is always read as lines, because it cannot be read twice.
+    """
     has_elements = not is_stream(path) and is_array(path)
     return elements(path, progress) if has_elements else numbered_lines(path, progress)
 
@@ -75,7 +78,8 @@ class _Buffer:
     def wanted_bytes(self) -> int:
         """Number of bytes to read next.
 
-        The buffer doubles with each read, because each attempt to parse an element begins at its start.
+        Each read doubles the buffer. Each attempt to parse an element begins at its start, so with reads of a
+        fixed size the time would grow with the square of the element's length.
         """
         return max(_CHUNK_BYTES, len(self._text))
 

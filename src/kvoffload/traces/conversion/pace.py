@@ -85,7 +85,8 @@ class PacedSource(Source):
     def arriving(self, time_s: float | None, turns: Sequence[Request]) -> Iterable[Request]:
         """Return the requests to write next.
 
-        If the record has a time, these are its `turns`. Otherwise `turns` are scheduled (`Pace.begin`).
+        If the record has a time (`time_s`), returns its `turns`. If it has none, schedules `turns`, and
+        returns the turns that are due now (`Pace.begin`).
         """
         if time_s is not None:
             if self._pace is not None:

@@ -28,7 +28,7 @@ class Request:
         time_s: arrival time in seconds since a point in time that is the same for all requests of a source.
         ids: ids of the full blocks of the prompt.
         session: name of the session, from `Keys.name`; empty if the recording does not name it.
-        served_tokens: for each place of the recorded server's cache, the number of prompt tokens that were
+        served_tokens: mapping: place of the recorded server's cache -> number of prompt tokens that were
             cached there; None if unknown.
     """
 
@@ -83,9 +83,9 @@ class Source(ABC):
 
     Attributes:
         name: the format's name in ``--from``.
-        block_tokens: default number of tokens per block of the trace; None: 512.
-        has_ids: True if the records contain block ids. Their blocks then determine the block size of the
-            trace, and the trace can keep the ids.
+        block_tokens: default number of tokens per block of the trace; None means 512.
+        has_ids: True if the records contain block ids. If so, the trace has the block size of the records,
+            and can keep their ids.
     """
 
     name: ClassVar[str]
@@ -98,7 +98,7 @@ class Source(ABC):
     @classmethod
     @abstractmethod
     def recognises(cls, names: frozenset[str]) -> bool:
-        """Return True if a recording whose first record has these fields, or columns, is of this kind."""
+        """Return True if this source can read recordings whose first record has these fields or columns."""
 
     def records(
         self, place: str, progress: Callable[[float], None] | None = None
@@ -130,7 +130,10 @@ class Source(ABC):
 
     @property
     def assumed(self) -> str:
-        """The assumption that replaces missing data; empty if none. Known after the first request."""
+        """The assumption that is made where data are missing; empty if there is none.
+
+        Known after the first request.
+        """
         return ""
 
     @property
@@ -147,7 +150,7 @@ SOURCES: Registry[Source] = Registry("from", Source, "kvoffload.traces.conversio
 
 
 _LEVELS = ("debug ", "info ", "warning ", "error ", "(apiserver", "(enginecore")
-"""Prefixes of lines in vLLM's log, in lower case."""
+"""Log levels with which lines of vLLM's log begin, in lower case."""
 
 
 def kind_of(path: Path) -> type[Source]:

@@ -10,8 +10,8 @@ from kvoffload.traces.lines import BadLineError
 
 _CALENDAR = re.compile(r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)(?:[.,](\d+))?\s*(Z|[+-]\d\d:?\d\d)?")
 _MS_FROM, _MS_UNTIL = 1e11, 1e14
-"""Range of numbers that are read as milliseconds since 1970. Read as seconds, they would be later than the
-year 5138."""
+"""Range of numbers that are read as milliseconds since 1970. If they were seconds, they would be times after
+the year 5138."""
 
 
 def seconds_of(field: str, value: object) -> float:

@@ -49,7 +49,7 @@ _Seconds = Annotated[float, msgspec.Meta(ge=0, lt=2**53)]
 _NO_PARENT = _NO_SESSION = -1
 _OF_A_REQUEST = ("lengths", "line_numbers", "timestamps", "output_tokens", "input_tokens", "hints",
                  "sessions", "served")  # fmt: skip
-"""Names of the lists in `_Requests` that have one entry per request."""
+"""Names of those attributes of `_Requests` that are lists with one entry per request."""
 _LOGGER = logging.getLogger("kvoffload.traces")
 
 
@@ -171,8 +171,8 @@ def decode_line(text: bytes) -> Line:
 def write_trace(trace: Trace, path: str | Path) -> None:
     """Write a trace as Mooncake JSONL. An existing file is replaced when the new file is complete.
 
-    A `Header` comes first unless blocks have 512 tokens. Equal traces give equal bytes. Without
-    `Trace.prompt_tokens`, `input_length` counts only full blocks. Raises `OSError`.
+    The file begins with a `Header`, unless blocks have 512 tokens. Equal traces give equal bytes. If
+    `Trace.prompt_tokens` is None, `input_length` counts only full blocks. Raises `OSError`.
     """
     path = Path(path).resolve()
     if path.exists() and not path.is_file():  # a device or pipe, which must not be replaced
@@ -318,7 +318,10 @@ class _Requests:
         return tokens if (tokens != _int64s(self.lengths) * self.block_size.tokens).any() else None
 
     def named_sessions(self) -> npt.NDArray[np.int32] | None:
-        """Return `Trace.sessions`; None if no name occurs twice, because names then identify requests."""
+        """Return `Trace.sessions`.
+
+        Returns None if no name occurs twice, because the names then identify requests, not sessions.
+        """
         numbers = _int64s(self.sessions)
         named = numbers[numbers != _NO_SESSION]
         different, codes, _ = codes_by_appearance(named)
@@ -339,9 +342,9 @@ class _Requests:
         }
 
     def time_unit(self) -> str:
-        """Return the unit of the times, ``s`` or ``ms``; empty if it is not known.
+        """Return the unit of the times, ``s`` or ``ms``; empty if the unit is not known.
 
-        It is not known if all times are whole numbers and no header states the unit.
+        The unit is not known if all times are whole numbers and no header states it.
         """
         return SECONDS if self._are_seconds else MILLISECONDS if self._has_unit else ""
 

@@ -1,4 +1,7 @@
-"""Source: Qwen-Bailian's anonymised recordings, with blocks of 16 tokens and times in seconds."""
+"""Source: Qwen-Bailian's anonymised recordings.
+
+Their blocks have 16 tokens, and their times are in seconds.
+"""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ class KVEvents(Source):
     Requests are inferred. Consecutive blocks of a chain that are stored at most `gap_s` seconds apart form
     one request. The blocks before them in the chain are the cached prefix of the prompt. If a batch after the
     request's first batch stores a single block, the block counts as generated. A request that computed no
-    whole block leaves no event, so the trace has less reuse than the engine. Only events of the GPU's cache
-    and of the first KV group count.
+    whole block leaves no event. The trace lacks such requests, so it has less reuse than the engine had. Only
+    events of the GPU's cache and of the first KV group count.
 
     Memory: proportional to the blocks in the GPU's cache.
     """

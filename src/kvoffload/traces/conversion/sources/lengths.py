@@ -1,4 +1,6 @@
-"""Source: tables of lengths, such as Azure's and BurstGPT's CSV. Shared prefixes must be assumed."""
+"""Source: tables of lengths, such as the CSV files of Azure and BurstGPT. They do not show which prefixes
+requests share, so this must be assumed.
+"""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ from kvoffload.traces.trace import MILLISECONDS, SECONDS
 class Mooncake(Source):
     """Lines with `timestamp`, `input_length`, `output_length`, `hash_ids`; docs/formats.md describes them.
 
-    `time_unit`: ``s`` if whole numbers are seconds. By default whole numbers are milliseconds, and numbers
-    with fractions are seconds.
+    The parameter `time_unit` is ``s`` if whole numbers are seconds. By default whole numbers are
+    milliseconds, and numbers with fractions are seconds.
     """
 
     name = "mooncake"

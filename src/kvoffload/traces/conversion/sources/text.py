@@ -101,7 +101,10 @@ class Text(PacedSource):
         return Request(0.0, len(tokens), answer, ids, Hints(reason if isinstance(reason, str) else ""))
 
     def _last(self, messages: list[tuple[str, str]], fields: Mapping[str, Any]) -> Request:
-        """Create one request of all messages. If the last message is the assistant's, it is the answer."""
+        """Create one request with all messages.
+
+        If the assistant wrote the last message, that message is the answer.
+        """
         answer = None
         if messages[-1][0] == "assistant":
             answer = len(self._closed(messages.pop()[1]))
