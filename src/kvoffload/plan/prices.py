@@ -41,8 +41,8 @@ class Ram(_Part, frozen=True, kw_only=True):
 class Ssd(_Part, frozen=True, kw_only=True):
     """SSD drives. `slots`: largest number of drives per host; 0 means no SSDs.
 
-    A drive can be written `writes_per_day` times its capacity per day during `life_years` years. A purchase
-    must not wear a drive out earlier.
+    A drive is rated for writes of `writes_per_day` times its capacity per day, during `life_years` years. A
+    purchase must not wear a drive out earlier.
     """
 
     drive: str = "3.84TB"

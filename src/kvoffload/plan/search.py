@@ -300,10 +300,10 @@ def _ends_and_middle(values: Sequence[int]) -> list[int]:
 def _kept(rows: dict[Cell, Measured], setups: Sequence[Setup], difference: Difference) -> list[Setup]:
     """Select up to `KEPT` setups.
 
-    A setup ranks higher if it is best at more purchases. Among equal setups, a setup ranks higher if at more
-    purchases it does not differ significantly from the best setup. Infeasible rows count only if all rows of
-    a purchase are infeasible. If several setups have equal results everywhere, for example because a rule
-    rejects nothing, only the first is selected.
+    A setup ranks higher if it is best at more purchases. Among setups with equal numbers, a setup ranks
+    higher if at more purchases it does not differ significantly from the best setup. Infeasible rows count
+    only if all rows of a purchase are infeasible. If several setups have equal results everywhere, for
+    example because a rule rejects nothing, only the first is selected.
     """
     wins: dict[Setup, tuple[int, int, float]] = dict.fromkeys(setups, (0, 0, 0.0))
     by_purchase: dict[Purchase, list[Measured]] = {}

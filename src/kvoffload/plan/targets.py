@@ -149,8 +149,8 @@ def best_of_each(rows: Sequence[Measured], *, feasible_first: bool = False) -> l
 def _rank(measured: Measured) -> tuple[bool, float, bool]:
     """Sort key of a row.
 
-    Feasible rows rank before infeasible rows. Among these, rows with more savings rank first, then rows with
-    LRU, because LRU is simple.
+    Feasible rows rank before infeasible rows. Within each kind, rows with more savings rank first. If savings
+    are equal, rows with LRU rank first, because LRU is simple.
     """
     row = measured.row
     return row.feasible, row.saved, (row.policy, row.admission) == (YARDSTICK, "all")

@@ -70,9 +70,7 @@ class TierReport(msgspec.Struct, frozen=True, kw_only=True):
 class TenantReport(HeldBlocks, frozen=True, kw_only=True):
     """Counters of a tenant with a quota of RAM.
 
-    The tenant ``other`` stands for all requests of tenants without a quota.
-
-    The quota holds for each instance.
+    The quota holds for each instance. The tenant ``other`` stands for the requests of all other tenants.
 
     Attributes:
         block_refs: block references of the tenant's requests.
@@ -106,8 +104,8 @@ class ReplayReport(Report, frozen=True, kw_only=True):
         tokens: prompt tokens in full blocks.
         tokens_saved: number of these prompt tokens whose block was a prefix hit.
         share_outside_blocks: share of the prompt tokens that are in no whole block; null if it is unknown.
-        blocks_written, blocks_evicted, blocks_refused, blocks_dropped: counters of RAM. The admission rule or
-            the policy refused a block; a block was dropped if there was no room.
+        blocks_written, blocks_evicted, blocks_refused, blocks_dropped: counters of RAM. A block is refused by
+            the admission rule or the policy, and dropped if there is no room.
         blocks_promoted: blocks among `blocks_written` that came from lower tiers.
         writes_per_ref: blocks written per block reference.
         block_bytes, bytes_stored, bytes_loaded: 0 without data.

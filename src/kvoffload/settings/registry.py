@@ -76,8 +76,9 @@ class Registry(Generic[T]):
         return sorted({*self._built_in, *(point.name for point in self._entry_points())})
 
     def find(self, spec: str | type[T]) -> type[T]:
-        """Return the class named by `spec`. If `spec` has parameters, return a subclass that has them as
-        defaults.
+        """Return the class named by `spec`.
+
+        If `spec` has parameters, return a subclass that has them as defaults.
 
         Raises: `ConfigError` that states the allowed values and the nearest name.
         """

@@ -102,7 +102,7 @@ class DevicePool:
         """Free the blocks of an ended request.
 
         If another block has the same contents as a block of the request, one of the two can still be found.
-        If no request holds either block, the contents become the last in the order of eviction.
+        If no request holds either block, the contents join the end of the order of eviction.
         """
         holders, free = self._holders, self._free
         for code in reversed(lease.known):

@@ -133,7 +133,7 @@ class Layout:
 def _offsets(sizes: Sequence[int], groups: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
     """Return the offset of each tensor.
 
-    It is the lowest offset at which the tensor overlaps no earlier tensor that is in the same group.
+    It is the lowest offset at which the tensor overlaps no earlier tensor with which it shares a group.
     """
     members = [{tensor for tensor, _ in group} for group in groups]
     starts: list[int] = []
