@@ -17,7 +17,8 @@ import sys
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.config import ReplayConfig
+from kvoffload.replay.replay import Replay
 from kvoffload.sweep.bootstrap import Interval, Resamples, window_sums
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.sources import load_trace

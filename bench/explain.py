@@ -16,7 +16,8 @@ from collections.abc import Callable
 
 from kvoffload.explain.capacity import larger_hits
 from kvoffload.explain.misses import find_misses
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.config import ReplayConfig
+from kvoffload.replay.replay import Replay
 from kvoffload.traces.sources import load_trace
 
 

@@ -30,7 +30,8 @@ from typing import Any
 import numpy as np
 
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.config import ReplayConfig
+from kvoffload.replay.replay import Replay
 from kvoffload.traces.format import read_trace
 from kvoffload.traces.trace import Trace
 

@@ -24,7 +24,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.config import ReplayConfig
+from kvoffload.replay.replay import Replay
 from kvoffload.traces.trace import Trace
 
 GIB = 2**30

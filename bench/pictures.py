@@ -30,8 +30,9 @@ import numpy.typing as npt
 from matplotlib.figure import Figure
 
 from kvoffload.core.policy import POLICIES
+from kvoffload.replay.config import ReplayConfig
 from kvoffload.replay.optimum import optimum
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.replay import Replay
 from kvoffload.replay.trace_keys import TraceKeys
 from kvoffload.settings.read import parse_capacity
 from kvoffload.traces.sources import load_trace

@@ -30,7 +30,8 @@ import numpy.typing as npt
 from kvoffload.core.hints import Hints
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION
 from kvoffload.policies.hazard.policy import Hazard, promised
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.config import ReplayConfig
+from kvoffload.replay.replay import Replay
 from kvoffload.settings.read import parse_capacity
 from kvoffload.sweep.bootstrap import Resamples, window_sums
 from kvoffload.traces.format import read_trace

@@ -39,7 +39,8 @@ import numpy as np
 from control_plane import machine, progress, why_no_vllm
 from control_plane_batches import leading_hits
 from kvoffload.core.policy import POLICIES
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.config import ReplayConfig
+from kvoffload.replay.replay import Replay
 from kvoffload.replay.trace_keys import TraceKeys
 from kvoffload.traces.sources import load_trace
 from kvoffload.traces.trace import Trace

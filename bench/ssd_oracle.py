@@ -25,7 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.core.plans import ON_DEVICE_EVICTION
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.config import ReplayConfig
+from kvoffload.replay.replay import Replay
 from kvoffload.replay.write_bound import oracle_within_writes
 from kvoffload.traces.format import read_trace
 from kvoffload.traces.trace import Trace

@@ -30,7 +30,8 @@ import numpy as np
 from kvoffload.core.hints import NO_HINTS, Hints
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.tenants import OTHER, Quota
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.config import ReplayConfig
+from kvoffload.replay.replay import Replay
 from kvoffload.replay.trace_keys import KEY_BYTES
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.spec import parse_tiers

@@ -25,7 +25,8 @@ import numpy as np
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.config import ReplayConfig
+from kvoffload.replay.replay import Replay
 from kvoffload.traces.sources import load_trace
 from kvoffload.traces.trace import Trace
 from vllm_scheduler import Layout, Side

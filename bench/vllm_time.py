@@ -31,7 +31,8 @@ import numpy as np
 import vllm_engine as bench
 from kvoffload.calibration.copy_speed import memory_copies
 from kvoffload.calibration.fit import fit_prefill
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.config import ReplayConfig
+from kvoffload.replay.replay import Replay
 from kvoffload.simulate.arrivals import AtOnce
 from kvoffload.simulate.config import Timing
 from kvoffload.simulate.engine import Engine

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from kvoffload.errors import TraceError as TraceError
     from kvoffload.node.node_manager import NodeManager as NodeManager
     from kvoffload.node.pool_directory import PoolDirectory as PoolDirectory
+    from kvoffload.replay.config import ReplayConfig as ReplayConfig
     from kvoffload.replay.optimum import optimum as optimum
     from kvoffload.replay.replay import Replay as Replay
-    from kvoffload.replay.replay import ReplayConfig as ReplayConfig
     from kvoffload.replay.report import ReplayReport as ReplayReport
     from kvoffload.structures.keys import Keys as Keys
     from kvoffload.structures.keys import OffloadKey as OffloadKey
@@ -86,7 +86,7 @@ _HOME = {
     "PrefixLookup": "core.plans",
     "Quota": "core.tenants",
     "Replay": "replay.replay",
-    "ReplayConfig": "replay.replay",
+    "ReplayConfig": "replay.config",
     "ReplayReport": "replay.report",
     "RequestContext": "core.request",
     "ReuseAdmission": "admission.reuse",

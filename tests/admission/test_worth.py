@@ -9,7 +9,8 @@ import pytest
 
 from kvoffload.admission.worth import MOST_COUNTED, WorthAdmission
 from kvoffload.core.admission import Admission, create_admission
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.config import ReplayConfig
+from kvoffload.replay.replay import Replay
 from kvoffload.structures.keys import Keys
 from kvoffload.testing.admission_conformance import AdmissionConformance
 from kvoffload.tiers.kinds.simulated import SimulatedOptions

@@ -15,7 +15,8 @@ from kvoffload.explain.capacity import larger_hits
 from kvoffload.explain.explanation import explain
 from kvoffload.explain.misses import HOPELESS, MEANINGS, NUMBERS, find_misses
 from kvoffload.explain.words import ADVICE
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.config import ReplayConfig
+from kvoffload.replay.replay import Replay
 from kvoffload.traces.sources import load_trace
 from support.run_cli import Done, kvoffload
 

@@ -18,7 +18,8 @@ from kvoffload.core.policy import POLICIES
 from kvoffload.core.request import RequestContext
 from kvoffload.errors import ConfigError, MisuseError
 from kvoffload.policies.hazard.policy import Hazard
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.config import ReplayConfig
+from kvoffload.replay.replay import Replay
 from kvoffload.structures.index import Index
 from kvoffload.structures.keys import Keys
 from kvoffload.testing.audit import audit

@@ -19,8 +19,9 @@ from kvoffload.core.slots import SlotArray
 from kvoffload.core.state import Cache, Entering
 from kvoffload.errors import ConfigError
 from kvoffload.policies.lru import LRU
+from kvoffload.replay.config import ReplayConfig
 from kvoffload.replay.data import DataPlane
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.replay import Replay
 from kvoffload.replay.trace_keys import TraceKeys
 from kvoffload.structures.index import ABSENT, Index
 from kvoffload.structures.keys import Keys

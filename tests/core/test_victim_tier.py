@@ -19,9 +19,10 @@ from kvoffload.core.policy import REFUSED, EvictionPolicy
 from kvoffload.core.protection import Protected
 from kvoffload.core.slots import SlotArray
 from kvoffload.errors import ConfigError, PolicyError
+from kvoffload.replay.config import ReplayConfig
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.faults import parse_injection
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.replay import Replay
 from kvoffload.structures.jit import BoolArray
 from kvoffload.structures.keys import Keys
 from kvoffload.testing.audit import audit, duplicate_slots, snapshot

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvoffload.explain.capacity import FACTORS, larger_hits, num_replayed
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.config import ReplayConfig
+from kvoffload.replay.replay import Replay
 from kvoffload.tiers.spec import parse_tiers
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.workloads import builtin

@@ -23,10 +23,11 @@ from kvoffload.explain.misses import (
     Misses,
     find_misses,
 )
+from kvoffload.replay.config import ReplayConfig
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.faults import parse_injection
 from kvoffload.replay.instances import replay_of
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.replay import Replay
 from kvoffload.replay.report import ReplayReport
 from kvoffload.tiers.kinds.disk import DiskOptions
 from kvoffload.tiers.spec import parse_tiers

@@ -16,7 +16,7 @@ from kvoffload.explain.explanation import explain
 from kvoffload.explain.misses import PREFIX_DIFFERS, find_misses
 from kvoffload.explain.prompts import BlockTokens, Difference, beginnings
 from kvoffload.explain.recording import has_tokens, read_with_tokens
-from kvoffload.replay.replay import ReplayConfig
+from kvoffload.replay.config import ReplayConfig
 from support.small_trace import trace_of
 
 BLOCK = 16

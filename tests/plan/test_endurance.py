@@ -14,7 +14,8 @@ from kvoffload.plan.fleet import Fleet, Purchase
 from kvoffload.plan.plan import PlanAnswer
 from kvoffload.plan.prices import Ram, Ssd
 from kvoffload.plan.setups import Setups
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.config import ReplayConfig
+from kvoffload.replay.replay import Replay
 from kvoffload.settings.read import parse_size
 from kvoffload.tiers.kinds.disk import DiskOptions
 from kvoffload.tiers.kinds.simulated import SimulatedOptions

@@ -24,7 +24,7 @@ from kvoffload.plan.prices import Ram, as_toml
 from kvoffload.plan.rows import Measured, PlanRow, nothing
 from kvoffload.plan.targets import Target
 from kvoffload.plan.waits import choose_by_wait
-from kvoffload.replay.replay import ReplayConfig
+from kvoffload.replay.config import ReplayConfig
 from kvoffload.replay.routing import route
 from kvoffload.simulate.classes import machine_of_class
 from kvoffload.simulate.config import Timing

@@ -32,10 +32,11 @@ from kvoffload.plan.search import Space, TierAxis, confirm
 from kvoffload.plan.setups import Setups
 from kvoffload.plan.targets import Choice, Target, choose
 from kvoffload.plan.words import _days
+from kvoffload.replay.config import ReplayConfig, slots_needed
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.device_cache import run_device
 from kvoffload.replay.optimum import infinite
-from kvoffload.replay.replay import Replay, ReplayConfig, slots_needed
+from kvoffload.replay.replay import Replay
 from kvoffload.replay.routing import route
 from kvoffload.sweep import task as tasks
 from kvoffload.sweep import workers

@@ -21,8 +21,9 @@ from kvoffload.plan.prices import Ram, as_toml
 from kvoffload.plan.rows import Setup
 from kvoffload.plan.setups import Setups
 from kvoffload.plan.targets import Target
+from kvoffload.replay.config import ReplayConfig
 from kvoffload.replay.instances import SharedReplay, replay_of
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.replay import Replay
 from kvoffload.replay.routing import ROUTINGS, route
 from kvoffload.sweep.measuring import Work
 from kvoffload.sweep.task import TraceSource

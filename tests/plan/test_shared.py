@@ -18,8 +18,8 @@ from kvoffload.plan.prices import Ram, Server, as_toml
 from kvoffload.plan.rows import Setup, difference
 from kvoffload.plan.setups import Setups
 from kvoffload.plan.targets import Target
+from kvoffload.replay.config import ReplayConfig
 from kvoffload.replay.instances import SharedReplay
-from kvoffload.replay.replay import ReplayConfig
 from kvoffload.structures.draws import whole_numbers
 from kvoffload.sweep.measuring import Progress, Work
 from kvoffload.sweep.task import TraceSource

@@ -25,7 +25,8 @@ from kvoffload.policies.hazard.history import NUM_GAP_CLASSES, NUM_KINDS, Histor
 from kvoffload.policies.hazard.lifetimes import Lifetimes
 from kvoffload.policies.hazard.path_runs import RUN_OF
 from kvoffload.policies.hazard.policy import Hazard
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.config import ReplayConfig
+from kvoffload.replay.replay import Replay
 from kvoffload.structures.keys import Keys
 from kvoffload.testing.audit import audit
 from kvoffload.testing.scripts import Step, key_of, play, random_script, scripts

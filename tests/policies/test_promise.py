@@ -11,7 +11,8 @@ import pytest
 
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION
 from kvoffload.policies.hazard.policy import Hazard, promised
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.config import ReplayConfig
+from kvoffload.replay.replay import Replay
 from support.mixed import mixed
 
 SEEDS = 40

@@ -9,7 +9,8 @@ import pytest
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION
 from kvoffload.policies.hazard import Hazard
 from kvoffload.policies.hazard.shadow import ShadowLRU
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.config import ReplayConfig
+from kvoffload.replay.replay import Replay
 from kvoffload.structures.index import Index
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.workloads import builtin

@@ -20,7 +20,8 @@ from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import LookupResult
 from kvoffload.core.policy import EvictionPolicy
 from kvoffload.policies.slru import SLRU
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.config import ReplayConfig
+from kvoffload.replay.replay import Replay
 from kvoffload.traces.format import read_trace
 from kvoffload.traces.sources import load_trace
 from kvoffload.traces.trace import Trace

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.config import ReplayConfig
+from kvoffload.replay.replay import Replay
 from kvoffload.simulate.config import Timing
 from kvoffload.simulate.timed import run_in_time
 from kvoffload.traces.sources import load_trace

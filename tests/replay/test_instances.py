@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from kvoffload.errors import ConfigError
+from kvoffload.replay.config import ReplayConfig
 from kvoffload.replay.instances import SharedReplay, replay_of
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.replay import Replay
 from kvoffload.replay.routing import RANDOM, ROUTINGS, SESSION, route
 from kvoffload.tiers.spec import parse_tiers
 from kvoffload.traces.sessions import generate

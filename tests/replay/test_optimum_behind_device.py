@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.errors import ConfigError
+from kvoffload.replay.config import ReplayConfig
 from kvoffload.replay.device_cache import Device, run_device
 from kvoffload.replay.optimum import STORES, OptimumResult, infinite, optimum
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.replay import Replay
 from kvoffload.replay.trace_keys import KEY_BYTES, TraceKeys
 from kvoffload.traces.format import read_trace
 from kvoffload.traces.sessions import generate

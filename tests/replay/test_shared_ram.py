@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION
 from kvoffload.errors import CombinedConfigError, ConfigError
+from kvoffload.replay.config import ReplayConfig, slots_needed
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.device_cache import run_device, run_devices
 from kvoffload.replay.faults import parse_injection
 from kvoffload.replay.instances import SharedReplay, replay_of
 from kvoffload.replay.optimum import infinite, optimum
-from kvoffload.replay.replay import Replay, ReplayConfig, slots_needed
+from kvoffload.replay.replay import Replay
 from kvoffload.replay.routing import RANDOM, ROUND_ROBIN, ROUTINGS, SESSION, route
 from kvoffload.tiers.spec import parse_tiers
 from kvoffload.traces.format import read_trace

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from kvoffload.errors import ConfigError
+from kvoffload.replay.config import ReplayConfig, slots_needed
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.instances import SharedReplay, replay_of
-from kvoffload.replay.replay import Replay, ReplayConfig, slots_needed
+from kvoffload.replay.replay import Replay
 from kvoffload.replay.report import ReplayReport
 from kvoffload.replay.routing import ROUND_ROBIN, ROUTINGS
 from kvoffload.tiers.kinds.disk import DiskOptions

@@ -12,8 +12,9 @@ import pytest
 
 from kvoffload.core.tenants import Quota
 from kvoffload.errors import ConfigError
+from kvoffload.replay.config import ReplayConfig
 from kvoffload.replay.instances import replay_of
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.replay import Replay
 from kvoffload.replay.report import TenantReport
 from kvoffload.simulate.config import Timing
 from kvoffload.simulate.timed import replay_in_time

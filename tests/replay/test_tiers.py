@@ -14,9 +14,10 @@ import pytest
 
 from kvoffload.core.tenants import Quota
 from kvoffload.errors import ConfigError
+from kvoffload.replay.config import ReplayConfig
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.faults import parse_injection
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.replay import Replay
 from kvoffload.replay.report import ReplayReport
 from kvoffload.sweep.grid import Grid
 from kvoffload.sweep.measuring import Work

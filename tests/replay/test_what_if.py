@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from kvoffload.errors import ConfigError
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.config import ReplayConfig
+from kvoffload.replay.replay import Replay
 from kvoffload.tiering.tiered_manager import TieredManager
 from kvoffload.tiers.kinds.simulated import SimulatedOptions
 from kvoffload.traces.sources import load_trace

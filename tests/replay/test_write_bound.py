@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from kvoffload.core.plans import STORES
 from kvoffload.errors import ConfigError
+from kvoffload.replay.config import ReplayConfig
 from kvoffload.replay.device_cache import run_device
 from kvoffload.replay.optimum import infinite, optimum
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.replay import Replay
 from kvoffload.replay.write_bound import bound_within_writes, oracle_within_writes
 from kvoffload.tiers.kinds.simulated import SimulatedOptions
 from kvoffload.tiers.write_budget import DAY_S

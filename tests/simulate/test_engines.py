@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 
 from kvoffload.errors import ConfigError
+from kvoffload.replay.config import ReplayConfig
 from kvoffload.replay.instances import replay_of
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.replay import Replay
 from kvoffload.replay.routing import ROUND_ROBIN, SESSION, route
 from kvoffload.simulate.report import TimedOutcome
 from kvoffload.simulate.timed import replay_in_time, run_in_time

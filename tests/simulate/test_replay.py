@@ -12,7 +12,8 @@ from hypothesis import given
 
 from kvoffload.core.request import RequestContext
 from kvoffload.errors import ConfigError
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.config import ReplayConfig
+from kvoffload.replay.replay import Replay
 from kvoffload.simulate.arrivals import AtOnce, Recorded
 from kvoffload.simulate.config import Timing
 from kvoffload.simulate.engine import Engine, _Generating, _Request

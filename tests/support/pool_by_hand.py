@@ -16,8 +16,9 @@ from kvoffload.core.plans import LookupResult
 from kvoffload.core.request import RequestContext
 from kvoffload.node.node_manager import NodeManager
 from kvoffload.node.pool_directory import SHARED_MEMORY, PoolDirectory
+from kvoffload.replay.config import ReplayConfig, slots_needed
 from kvoffload.replay.data import DataPlane
-from kvoffload.replay.replay import Replay, ReplayConfig, slots_needed
+from kvoffload.replay.replay import Replay
 from kvoffload.replay.report import ReplayReport
 from kvoffload.replay.trace_keys import FINGERPRINT, KEY_BYTES, TraceKeys
 from kvoffload.structures.keys import Keys

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kvoffload.replay.replay import ReplayConfig
+from kvoffload.replay.config import ReplayConfig
 from kvoffload.simulate.config import Timing
 from kvoffload.simulate.machine import Machine, Quantity
 from kvoffload.traces.trace import Trace

@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 
 from kvoffload.errors import ConfigError
+from kvoffload.replay.config import ReplayConfig
 from kvoffload.replay.data import DataPlane
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.replay import Replay
 from kvoffload.replay.report import ReplayReport
 from kvoffload.sweep.grid import Grid
 from kvoffload.tiers.spec import TierOptions, TierOwner, parse_tiers

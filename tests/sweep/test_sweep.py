@@ -28,9 +28,10 @@ from kvoffload.cli.sweep_tables import tables
 from kvoffload.core.hints import Hints
 from kvoffload.errors import ConfigError, SweepError, TraceError
 from kvoffload.policies.lru import LRU
+from kvoffload.replay.config import ReplayConfig
 from kvoffload.replay.instances import replay_of
 from kvoffload.replay.optimum import optimum
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.replay import Replay
 from kvoffload.sweep import grid, workers
 from kvoffload.sweep import task as tasks
 from kvoffload.sweep.bootstrap import Resamples, window_sums

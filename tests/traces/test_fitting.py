@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload.errors import ConfigError, TraceError
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.config import ReplayConfig
+from kvoffload.replay.replay import Replay
 from kvoffload.traces.fitting import fit
 from kvoffload.traces.formats.mooncake import write_trace
 from kvoffload.traces.likeness import comparable, distance, features, resemblance

@@ -13,7 +13,7 @@ import pytest
 from kvoffload.errors import ConfigError
 from kvoffload.explain.explanation import explain
 from kvoffload.explain.misses import find_misses
-from kvoffload.replay.replay import ReplayConfig
+from kvoffload.replay.config import ReplayConfig
 from kvoffload.traces.format import read_trace
 from support.vllm_needs import CONNECTOR, needs
 from support.vllm_traffic import Expected

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from kvoffload.core.manager import OffloadingManager
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.config import ReplayConfig
+from kvoffload.replay.replay import Replay
 from kvoffload.replay.trace_keys import KEY_BYTES, TraceKeys
 from kvoffload.traces.format import read_trace
 from kvoffload.traces.trace import Trace

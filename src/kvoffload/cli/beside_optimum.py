@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvoffload.replay.config import ReplayConfig
 from kvoffload.replay.optimum import infinite, optimum
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.replay import Replay
 from kvoffload.traces.trace import Trace
 
 _CAPACITIES_PERCENT = (1, 2, 5, 10, 20)

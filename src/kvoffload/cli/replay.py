@@ -35,11 +35,12 @@ from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION
 from kvoffload.core.quotas import ONE_OWNER, Quotas, read_quotas
 from kvoffload.core.tenants import Quota
 from kvoffload.errors import ConfigError, Problems
+from kvoffload.replay.config import ReplayConfig, slots_needed
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.faults import Injection, parse_injection
 from kvoffload.replay.instances import SharedReplay
 from kvoffload.replay.members import replica_name
-from kvoffload.replay.replay import Replay, ReplayConfig, slots_needed
+from kvoffload.replay.replay import Replay
 from kvoffload.settings.read import ANY_TRACE, Size, parse_capacity
 from kvoffload.sweep.grid import device_blocks
 from kvoffload.text import size

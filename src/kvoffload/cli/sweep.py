@@ -27,7 +27,7 @@ from kvoffload.core.plans import ON_COMPUTE, STORES
 from kvoffload.errors import ConfigError, Problems
 from kvoffload.pages.page import check_report, write_report
 from kvoffload.pages.sweep import sweep_page
-from kvoffload.replay.replay import ReplayConfig
+from kvoffload.replay.config import ReplayConfig
 from kvoffload.sweep.grid import Grid, axis
 from kvoffload.sweep.monotone import losses_of
 from kvoffload.sweep.outputs import as_json

@@ -13,8 +13,8 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
+from kvoffload.replay.config import ReplayConfig
 from kvoffload.replay.instances import replay_of
-from kvoffload.replay.replay import ReplayConfig
 from kvoffload.tiers.spec import SizedTierOptions
 from kvoffload.traces.trace import Trace
 

@@ -15,7 +15,7 @@ from kvoffload.explain.capacity import FACTORS
 from kvoffload.explain.history import NO_REQUEST
 from kvoffload.explain.misses import AFTER_SHARED_PROMPT, HOPELESS, MEANINGS, NUMBERS, PREFIX_DIFFERS, Misses
 from kvoffload.explain.prompts import Difference
-from kvoffload.replay.replay import ReplayConfig
+from kvoffload.replay.config import ReplayConfig
 from kvoffload.replay.report import ReplayReport
 from kvoffload.text import Report
 from kvoffload.traces.statistics import turns

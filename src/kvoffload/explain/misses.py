@@ -15,9 +15,10 @@ import numpy.typing as npt
 from kvoffload.core.miss_reasons import NEVER_SEEN, OTHER_ENGINE, REASONS
 from kvoffload.explain.history import NO_REQUEST, NUMBER_OF, History
 from kvoffload.explain.prompts import Beginnings, BlockTokens, beginnings
+from kvoffload.replay.config import ReplayConfig
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.instances import SharedReplay, has_one_manager
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.replay import Replay
 from kvoffload.replay.report import ReplayReport
 from kvoffload.traces.trace import Trace
 

@@ -16,7 +16,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.plan.evidence import Evidence
 from kvoffload.plan.fleet import NOTHING, Fleet
 from kvoffload.plan.rows import Cell, Measured, PlanRow
-from kvoffload.replay.replay import ReplayConfig
+from kvoffload.replay.config import ReplayConfig
 from kvoffload.simulate.config import Timing
 from kvoffload.simulate.engine import check_room
 from kvoffload.simulate.machine import Machine, Quantity

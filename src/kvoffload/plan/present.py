@@ -18,7 +18,7 @@ from kvoffload.plan.evidence import Evidence
 from kvoffload.plan.fleet import Fleet
 from kvoffload.plan.rows import Setup
 from kvoffload.plan.setups import Setups
-from kvoffload.replay.replay import ReplayConfig
+from kvoffload.replay.config import ReplayConfig
 from kvoffload.simulate.config import Timing
 from kvoffload.simulate.timed import run_in_time
 from kvoffload.sweep.grid import Point, policy_class

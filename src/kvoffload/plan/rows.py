@@ -14,7 +14,7 @@ import numpy as np
 
 from kvoffload.plan.evidence import Evidence, together
 from kvoffload.plan.fleet import NOTHING, Fleet, Purchase
-from kvoffload.replay.replay import ReplayConfig
+from kvoffload.replay.config import ReplayConfig
 from kvoffload.replay.routing import SESSION
 from kvoffload.sweep.bootstrap import Interval, Sums
 from kvoffload.sweep.grid import Point

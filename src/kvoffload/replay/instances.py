@@ -16,10 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.errors import ConfigError
+from kvoffload.replay.config import ReplayConfig
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.observer import Observer
 from kvoffload.replay.optimum import infinite, optimum
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.replay import Replay
 from kvoffload.replay.report import ReplayReport, TierReport, sums_of
 from kvoffload.replay.routing import route
 from kvoffload.replay.trace_keys import KEY_BYTES

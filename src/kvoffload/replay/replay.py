@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -25,197 +24,30 @@ import numpy.typing as npt
 
 from kvoffload._version import __version__
 from kvoffload.core.manager import OffloadingManager
-from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, LookupResult, StorePlan
-from kvoffload.core.policy import EvictionPolicy
-from kvoffload.core.quotas import ONE_OWNER
+from kvoffload.core.plans import ON_DEVICE_EVICTION, LookupResult, StorePlan
 from kvoffload.core.request import RequestContext
-from kvoffload.core.tenants import OTHER, Quota, check_quotas
-from kvoffload.errors import ConfigError, Problems, TierError
+from kvoffload.core.tenants import OTHER, Quota
+from kvoffload.errors import ConfigError, TierError
+from kvoffload.replay.config import ReplayConfig, slots_needed
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.decisions import DecisionLog
 from kvoffload.replay.device_cache import Device, run_devices
-from kvoffload.replay.ends import DecodeSpeed, End, EndsAtOnce, EndsWhenGenerated
-from kvoffload.replay.engines import Engines, QueueLength
-from kvoffload.replay.members import SETTLE_S, may_be_shared, open_members
+from kvoffload.replay.ends import End, EndsAtOnce, EndsWhenGenerated
+from kvoffload.replay.engines import Engines
+from kvoffload.replay.members import SETTLE_S, open_members
 from kvoffload.replay.observer import Decision, Observer, Watch
 from kvoffload.replay.optimum import infinite, optimum
 from kvoffload.replay.report import HeldBlocks, ReplayReport, TenantReport, TierReport
-from kvoffload.replay.routing import SESSION, Instances, Routing, route
+from kvoffload.replay.routing import route
 from kvoffload.replay.trace_keys import FINGERPRINT, KEY_BYTES, TraceKeys
-from kvoffload.settings.read import check_fields
 from kvoffload.structures.keys import Keys
 from kvoffload.tiering.tiered_manager import AnyManager, TieredManager
 from kvoffload.tiers.contract import SecondaryTier
 from kvoffload.tiers.guarded import GuardedTier
 from kvoffload.tiers.simulated import NoMemory
-from kvoffload.tiers.spec import TierOptions, TierOwner, names_of
+from kvoffload.tiers.spec import TierOwner
 from kvoffload.traces.trace import Trace
-from kvoffload.whatif import Estimate, Shadows, WhatIf
-from kvoffload.whatif.setting import OneIn
-from kvoffload.whatif.shadows import ONE_IN
-
-NEEDS_INSTANCES = "it needs several engines: set instances to 2 or more"
-ONE_DEVICE = f"with shared-ram allowed: {ON_COMPUTE}, because a victim tier follows one device"
-_SHARES = "with shared-ram there are no quotas, because the engines of a pool have shares instead"
-
-
-@dataclass(frozen=True)
-class ReplayConfig:
-    """Caches and assumptions of a replay.
-
-    Attributes:
-        capacity_blocks: slots of the RAM tier.
-        policy, admission: arguments of `OffloadingManager`.
-        device_blocks: blocks of an LRU device cache in front of RAM; 0 for none.
-        store: moment at which blocks are offered to RAM: ``on-compute`` or ``on-device-eviction``.
-        tiers: tiers behind RAM, fastest first; capacities are numbers of blocks (`TierOptions.in_blocks`).
-        decode_tokens_per_s: assumed generation speed of each request; determines the end of the request. 0: a
-            request ends as soon as it is served. In both cases, the device may drop the request's blocks as
-            soon as it is served.
-        queue_requests: assumed number of requests in the engine's queue. The manager expects their blocks.
-        instances: number of engines. Each engine has its own device, RAM and tiers, but all engines share the
-            last tier if this tier is simulated (`may_be_shared`). `SharedReplay` replays several engines.
-        routing: rule that assigns requests to instances (`replay.routing`).
-        shared_ram: True if the instances share one RAM pool of ``instances * capacity_blocks`` slots.
-            Each instance still has its own device, admission rule and tiers. Allowed with ``on-compute``
-            only, because a victim tier belongs to one device.
-        tenants: quotas of RAM in blocks, by name of the tenant (`Hints.tenant`). They hold for the RAM of
-            each instance. Allowed neither for a victim tier nor with `shared_ram`.
-        tier_tenants: quotas of tiers behind RAM, by name of the tier, for tenants with a quota of RAM.
-            Allowed with one instance only.
-        machines: with `shared_ram`, the number of machines. Each machine has its own pool. Instances are
-            divided equally among machines, in the order of their numbers.
-        what_if: settings of RAM to try on a sample of the blocks. Allowed with one instance and
-            ``on-compute`` only.
-        what_if_sample: the sample has one block in this many.
-
-    Raises: `ConfigError` for an invalid value of `decode_tokens_per_s` or of a later field. The earlier
-    fields describe caches, which are checked when they are created.
-    """
-
-    capacity_blocks: int
-    policy: str | type[EvictionPolicy] = "lru"
-    admission: str = "all"
-    device_blocks: int = 0
-    store: str = ON_COMPUTE
-    tiers: tuple[TierOptions, ...] = ()
-    decode_tokens_per_s: DecodeSpeed = field(default=0.0, metadata={"option": "decode-tokens-per-s"})
-    queue_requests: QueueLength = field(default=0, metadata={"option": "queue"})
-    instances: Instances = 1
-    routing: Routing = SESSION
-    shared_ram: bool = False
-    machines: Instances = 1
-    tenants: Mapping[str, Quota] = field(default_factory=dict)
-    tier_tenants: Mapping[str, Mapping[str, Quota]] = field(default_factory=dict)
-    what_if: tuple[WhatIf, ...] = ()
-    what_if_sample: OneIn = ONE_IN
-
-    def __post_init__(self) -> None:
-        check_fields(self, "replay")
-        if self.tenants or self.tier_tenants:
-            self._check_tenants()
-        if self.shared_ram or self.machines > 1:
-            self._check_shared_ram()
-        if self.what_if:
-            self._check_what_if()
-
-    def _check_tenants(self) -> None:
-        if self.store == ON_DEVICE_EVICTION:
-            raise ConfigError("tenants", ", ".join(self.tenants), ONE_OWNER)
-        if self.shared_ram:
-            raise ConfigError("tenants", ", ".join(self.tenants), _SHARES)
-        check_quotas(self.tenants, self.capacity_blocks)
-        if self.tier_tenants and self.instances > 1:
-            raise ConfigError("instances", self.instances, "with quotas of tiers allowed: 1")
-        blocks = dict(zip(names_of(self.tiers), (tier.num_blocks for tier in self.tiers), strict=True))
-        for tier, quotas in self.tier_tenants.items():
-            if tier not in blocks:
-                raise ConfigError("tenants", tier, f"allowed as tiers: {', '.join(blocks) or 'none'}")
-            for name in quotas.keys() - {*self.tenants, OTHER}:
-                why = "a tenant of a tier needs a quota of RAM, which may be empty"
-                raise ConfigError("tenants", name, why)
-            check_quotas(quotas, blocks[tier])
-
-    def _check_shared_ram(self) -> None:
-        problems = Problems("replay")
-        if self.instances == 1:
-            problems.add("shared-ram", self.shared_ram, NEEDS_INSTANCES)
-        if self.instances % self.machines or not self.shared_ram:
-            why = f"with shared-ram allowed: a divisor of {self.instances}, the number of instances"
-            problems.add("machines", self.machines, why)
-        if self.store != ON_COMPUTE:
-            problems.add("store", self.store, ONE_DEVICE)
-        problems.check()
-
-    def _check_what_if(self) -> None:
-        problems = Problems("replay")
-        if self.store != ON_COMPUTE:
-            problems.add("store", self.store, f"with what-if allowed: {ON_COMPUTE}")
-        if self.instances > 1:
-            problems.add("instances", self.instances, "with what-if allowed: 1")
-        problems.check()
-
-    @property
-    def engines_of_pool(self) -> int:
-        """Number of engines that use one RAM."""
-        return self.instances // self.machines if self.shared_ram else 1
-
-    @property
-    def shares_last_tier(self) -> bool:
-        """True if several engines share the last tier."""
-        return bool(self.tiers) and may_be_shared(self.tiers[-1])
-
-    @property
-    def pool_blocks(self) -> int:
-        """Capacity of one RAM in blocks. With `shared_ram`, all engines of a machine use one RAM."""
-        return self.capacity_blocks * self.engines_of_pool
-
-    @property
-    def tier_blocks(self) -> int:
-        """Capacity in blocks of all tiers of one engine behind RAM."""
-        return sum(tier.num_blocks for tier in self.tiers)
-
-    @property
-    def offload_blocks(self) -> int:
-        """Capacity, in blocks: one RAM and all tiers behind it.
-
-        The tiers of every engine that uses the RAM are included. A shared last tier counts once.
-        """
-        shared = self.tiers[-1].num_blocks if self.shares_last_tier else 0
-        return self.pool_blocks + self.engines_of_pool * (self.tier_blocks - shared) + shared
-
-    def manager_options(self, num_slots: int) -> dict[str, Any]:
-        """Return the keyword arguments of an `OffloadingManager` with this many slots."""
-        return {
-            "key_bytes": KEY_BYTES,
-            "policy": self.policy,
-            "admission": self.admission,
-            "store": self.store,
-            "tenants": quotas_for(num_slots, self.capacity_blocks, self.tenants),
-        }
-
-    def columns(self) -> dict[str, Any]:
-        """Return the fields that are also columns of replay reports and of sweep rows."""
-        return {
-            "admission": self.admission,
-            "store": self.store,
-            "capacity_blocks": self.capacity_blocks,
-            "device_blocks": self.device_blocks,
-            "decode_tokens_per_s": float(self.decode_tokens_per_s),
-            "queue_requests": self.queue_requests,
-            "shared_ram": self.shared_ram,
-        }
-
-
-def quotas_for(num_slots: int, capacity_blocks: int, quotas: Mapping[str, Quota]) -> Mapping[str, Quota]:
-    """Return the quotas for a cache with `num_slots` slots.
-
-    If `num_slots` is less than `capacity_blocks`, the cache can hold all blocks of the trace. The minimums of
-    the quotas are then left out, because they are not needed.
-    """
-    if num_slots >= capacity_blocks:
-        return quotas
-    return {name: Quota(0, quota.max_blocks) for name, quota in quotas.items()}
+from kvoffload.whatif import Estimate, Shadows
 
 
 def shadows_of(trace: Trace, config: ReplayConfig) -> Shadows | None:
@@ -231,11 +63,6 @@ def shadows_of(trace: Trace, config: ReplayConfig) -> Shadows | None:
         most_blocks=trace.unique_blocks,
         refuses_unasked=not config.tiers,
     )
-
-
-def slots_needed(trace: Trace, capacity_blocks: int) -> int:
-    """Return the number of slots that a cache can use: at least 1, at most one slot per unique block."""
-    return max(1, min(capacity_blocks, trace.unique_blocks))
 
 
 class Replay:

@@ -15,7 +15,7 @@ import numpy as np
 from kvoffload.core.plans import LookupResult, StorePlan
 from kvoffload.core.request import RequestContext
 from kvoffload.core.window import Window
-from kvoffload.replay.replay import ReplayConfig
+from kvoffload.replay.config import ReplayConfig
 from kvoffload.replay.trace_keys import TraceKeys
 from kvoffload.simulate.config import Timing
 from kvoffload.simulate.event_queue import Events, Link

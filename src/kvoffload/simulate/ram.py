@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.errors import ConfigError
+from kvoffload.replay.config import ReplayConfig, quotas_for, slots_needed
 from kvoffload.replay.engines import EngineParts
 from kvoffload.replay.members import make_ram_manager
-from kvoffload.replay.replay import ReplayConfig, quotas_for, slots_needed
 from kvoffload.replay.trace_keys import KEY_BYTES
 from kvoffload.simulate.config import Timing
 from kvoffload.simulate.event_queue import Events, Link

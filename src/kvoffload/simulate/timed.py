@@ -13,7 +13,7 @@ import numpy as np
 from kvoffload._version import __version__
 from kvoffload.core.plans import ON_DEVICE_EVICTION
 from kvoffload.errors import ConfigError
-from kvoffload.replay.replay import ReplayConfig
+from kvoffload.replay.config import ReplayConfig
 from kvoffload.replay.routing import SESSION, route
 from kvoffload.simulate.arrivals import AtOnce, Recorded, Shares
 from kvoffload.simulate.config import Timing

@@ -18,7 +18,7 @@ from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, STORES
 from kvoffload.core.policy import POLICIES, EvictionPolicy
 from kvoffload.errors import ConfigError, Problems
-from kvoffload.replay.replay import NEEDS_INSTANCES, ONE_DEVICE, ReplayConfig
+from kvoffload.replay.config import NEEDS_INSTANCES, ONE_DEVICE, ReplayConfig
 from kvoffload.replay.trace_keys import KEY_BYTES
 from kvoffload.settings.read import ANY_TRACE, parse_capacity
 from kvoffload.tiers.spec import NO_TIERS, SizedTierOptions, parse_tiers

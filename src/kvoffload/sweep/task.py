@@ -18,8 +18,8 @@ import numpy as np
 from kvoffload._version import __version__
 from kvoffload.core.admission import ADMISSIONS
 from kvoffload.errors import TraceError
+from kvoffload.replay.config import ReplayConfig
 from kvoffload.replay.instances import replay_of
-from kvoffload.replay.replay import ReplayConfig
 from kvoffload.replay.report import ReplayReport
 from kvoffload.replay.routing import SESSION, route
 from kvoffload.sweep.bootstrap import window_sums

@@ -33,7 +33,8 @@ from kvoffload.core.policy import POLICIES, EvictionPolicy
 from kvoffload.core.request import RequestContext
 from kvoffload.core.slots import SlotArray
 from kvoffload.errors import PolicyError
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.config import ReplayConfig
+from kvoffload.replay.replay import Replay
 from kvoffload.structures.jit import BoolArray
 from kvoffload.testing.audit import audit, state_of
 from kvoffload.testing.call_limit import CallLimit

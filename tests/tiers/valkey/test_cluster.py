@@ -19,8 +19,9 @@ import numpy as np
 import pytest
 
 from kvoffload.errors import ConfigError
+from kvoffload.replay.config import ReplayConfig
 from kvoffload.replay.data import DataPlane
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.replay import Replay
 from kvoffload.tiers.contract import NO_JOB
 from kvoffload.tiers.kinds.valkey import ValkeyOptions
 from kvoffload.tiers.shared.server import RemoteOptions
