@@ -14,7 +14,7 @@ from kvoffload.tiering.tiered_manager import TieredManager
 from kvoffload.tiers.memory import MemoryTier
 from support.letters import MISS, keys
 from support.scripted_tier import ScriptedTier
-from support.tiering_rig import RETRY, Rig
+from support.tiering_rig import RETRY, Rig, fails
 
 
 def test_reset_forgets_all_blocks_including_those_in_flight() -> None:
@@ -54,6 +54,49 @@ def test_a_reset_that_drops_transfers_is_durable_in_every_tier(hangs: bool) -> N
     rig.store("cd")
     rig.manager.reset(drop_in_flight=True)
     assert [set(tier.durable) for tier in rig.tiers] == [{*keys("ab")} if hangs else set(), set()]
+
+
+def test_a_store_that_ends_after_a_reset_has_dropped_it_leaves_its_request_in_no_tier() -> None:
+    """The end of the dropped store was counted as the end of a second store, so the request never ended."""
+    rig = Rig()
+    ctx = rig.begin("ab")
+    plan = rig.compute(rig.manager.prepare_store(keys("ab"), ctx))
+    rig.manager.reset(drop_in_flight=True)
+    rig.manager.complete_store(plan)
+    rig.store("c", ctx)
+    rig.manager.finish_request(ctx)
+    assert not rig.manager.waits
+    assert not rig.tier.open_requests
+
+
+def test_a_load_that_ends_after_a_reset_has_dropped_it_is_no_hit() -> None:
+    rig = Rig()
+    ctx = rig.begin("a")
+    rig.store("a")
+    plan = rig.manager.prepare_load(keys("a"), ctx)
+    rig.manager.reset(drop_in_flight=True)
+    rig.manager.complete_load(plan)
+    assert rig.manager.hit_blocks == [0, 0]
+
+
+def test_a_tier_that_hangs_leaves_the_others_time_to_drain(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, now = Rig(tiers=3), 0.0
+    waits: list[tuple[str, float]] = []
+    monkeypatch.setattr("kvoffload.tiering.stack.time.monotonic", lambda: now)
+
+    def drains(tier: ScriptedTier, seconds: float) -> Any:
+        def drain(timeout_s: float) -> bool:
+            nonlocal now
+            waits.append((tier.name, timeout_s))
+            now += min(seconds, timeout_s)
+            return seconds <= timeout_s
+
+        return drain
+
+    for tier, seconds in zip(rig.tiers, (1e9, 1.0, 0.0), strict=True):
+        tier.drain = drains(tier, seconds)  # type: ignore[method-assign]
+    assert not rig.manager.drain(6.0)
+    assert waits == [("t0", 2.0), ("t1", 2.0), ("t2", 3.0), ("t0", 3.0)]
 
 
 def test_no_wait_is_longer_than_the_system_accepts() -> None:
@@ -109,6 +152,17 @@ def test_a_flush_ends_at_its_time_limit_although_a_tier_has_no_room() -> None:
     rig.tier.blocks.clear()
     rig.tier.room = 0
     assert not rig.manager.flush(0.0)
+
+
+def test_a_flush_writes_all_blocks_to_a_sound_tier_beside_a_tier_that_cannot_drain() -> None:
+    """It ended after the first blocks, although the sound tier had time and room for all blocks."""
+    rig = Rig(capacity=8, tiers=2)
+    rig.store("abcdefgh")
+    sound = rig.tiers[1]
+    sound.blocks.clear()
+    sound.room, rig.tier.drain = 2, fails  # type: ignore[method-assign]
+    assert not rig.manager.flush(10.0)
+    assert set(sound.blocks) == {*keys("abcdefgh")}
 
 
 @pytest.mark.parametrize(

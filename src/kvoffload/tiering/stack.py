@@ -75,12 +75,23 @@ class TierStack:
 
         A hanging tier does not stop the others. Returns False if a tier exceeds the deadline.
 
+        First each tier gets an equal share of the time, so that a tier that hangs leaves time for the others.
+        Then the slow tiers get the rest.
+
         `until`: the deadline, a time of `time.monotonic`.
         """
-        drained = [
-            lane.tier.drain(min(max(0.0, until - time.monotonic()), LONGEST_WAIT_S)) for lane in self.lanes
-        ]
+        slow = []
+        for row, lane in enumerate(self.lanes):
+            if not lane.tier.drain(_left_s(until) / (len(self.lanes) - row)):
+                slow.append(lane)
+        if len(self.lanes) == 1 or not _left_s(until):
+            return not slow
+        drained = [lane.tier.drain(_left_s(until)) for lane in slow]
         return all(drained)
+
+
+def _left_s(until: float) -> float:
+    return min(max(0.0, until - time.monotonic()), LONGEST_WAIT_S)
 
 
 def share_of(max_in_flight: float, capacity_blocks: int) -> int:

@@ -34,6 +34,8 @@ from kvoffload.tiers.contract import Mask, Memory, SecondaryTier, TierStats
 
 _LOG = logging.getLogger("kvoffload.tiering")
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
+_SETTLE_SLICE_S, _SETTLE_PAUSE_S = 0.02, 0.0005
+"""Longest wait of `settle` between two polls, and its pause after an attempt to drain that has failed."""
 
 
 class TieredManager:
@@ -125,6 +127,7 @@ class TieredManager:
         self.waits: dict[RequestContext, TierWait] = {}
         self._reports_events = enable_events
         self.hit_blocks = [0] * (1 + len(tiers))
+        self._void_through = -1  # last epoch whose plans a `reset` has voided
         self._adopt(self.ram_manager)
         for lane in self.lanes:
             if enable_events:
@@ -356,6 +359,8 @@ class TieredManager:
     def complete_load(self, plan: LoadPlan, damaged: Sequence[int] | npt.NDArray[np.integer] = ()) -> None:
         """End a load, see `OffloadingManager.complete_load`, and count its blocks by source."""
         self.ram_manager.complete_load(plan, damaged)
+        if plan.epoch <= self._void_through:
+            return
         num_usable = min(damaged) if len(damaged) else len(plan.keys)
         self.hit_blocks[0] += num_usable
         wait = self.waits.get(plan.request)
@@ -379,6 +384,8 @@ class TieredManager:
     def complete_store(self, plan: StorePlan, success: bool = True) -> None:
         """End a store, see `OffloadingManager.complete_store`, and offer its blocks to the tiers."""
         self.ram_manager.complete_store(plan, success)
+        if plan.epoch <= self._void_through:
+            return
         wait = self.waits.get(plan.request)
         if success and plan.completed and plan.epoch == self.ram_manager.epoch:
             if wait is not None:
@@ -420,9 +427,10 @@ class TieredManager:
         """Wait until no job is in flight; return False on time-out. For tests, replays and shutdown."""
         until = time.monotonic() + timeout_s
         while self.poll():
-            if not self._stack.drain(until):
-                return False
-            # `drain` may succeed before the work is done if a tier has no room or has lost results.
+            # In slices: a failed tier may never drain, while the other tiers still have work. `drain` may
+            # also succeed before the work is done, if a tier has no room or has lost results.
+            if not self._stack.drain(min(until, time.monotonic() + _SETTLE_SLICE_S)):
+                time.sleep(min(_SETTLE_PAUSE_S, max(0.0, until - time.monotonic())))
             if time.monotonic() >= until:
                 return not self.poll()
         return True
@@ -469,6 +477,8 @@ class TieredManager:
         for lane in self.lanes:
             lane.waiting.clear()
         nothing_runs = drop_in_flight and self.settle(deadline_s)
+        if nothing_runs:
+            self._void_through = self.ram_manager.epoch
         self.ram_manager.reset(drop_in_flight=nothing_runs)
         self.promotion.promoting.clear()
         for lane in self.lanes:
