@@ -1,1 +1,1 @@
-"""Admission rules, one file each. Their contract is `core.admission`."""
+"""Admission rules, one file each. `core.admission.Admission` defines their interface."""

@@ -17,16 +17,17 @@ from kvoffload.structures.lists import LIST, move_to_head
 
 DEFAULT_TRACKER_SIZE = 64_000
 MOST_COUNTED = 2**31 - 1
-"""Largest threshold: counts have 32 bits."""
+"""Largest allowed threshold, because counts have 32 bits."""
 
 
 class ReuseAdmission(Admission):
     """Admits a block once N requests have referred to it.
 
-    N is `store_threshold` and includes the storing request.
+    N is `store_threshold`. The request that stores the block counts as one of the N.
 
-    The rule counts the `max_tracker_size` most recently referenced keys. It refreshes the keys of a request
-    from tail to head, and forgets the tail first. So the parent of an admitted block is always admitted.
+    The rule keeps counts for the `max_tracker_size` most recently referenced keys. Within a request, the last
+    key of the path is forgotten first and the first key last. So a parent is never forgotten before its
+    child, and the parent of an admitted block is always admitted.
 
     Cost: one index probe and a few writes per key. Memory: 32 bytes plus the key for each tracked key.
     """
@@ -50,7 +51,7 @@ class ReuseAdmission(Admission):
 
     @classmethod
     def for_cache(cls, key_bytes: int, capacity_blocks: int) -> ReuseAdmission | None:
-        """Create the rule, or return None for a threshold of 1, which every block reaches."""
+        """Create the rule. Return None if the threshold is 1, because every block reaches it."""
         if cls.store_threshold == 1:
             return None
         return cls(key_bytes, cls.store_threshold, cls.max_tracker_size)

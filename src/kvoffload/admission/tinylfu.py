@@ -17,8 +17,9 @@ THRESHOLD = 2
 class TinyLFUAdmission(Admission):
     """Admits a block that two requests have referred to recently.
 
-    The storing request counts. Recent means within the last ``10 * capacity_blocks`` references, because
-    counts age (`structures.sketch`). Memory grows with the cache; the table of ``reuse:N`` has a fixed size.
+    The request that stores the block counts as one of the two. "Recently" means within the last ``10 *
+    capacity_blocks`` references, because counts age (`structures.sketch`). Memory grows with the cache; the
+    table of ``reuse:N`` has a fixed size.
 
     The first `capacity_blocks` blocks are admitted without a check, because they need no victim. So a cache
     that holds all its traffic rejects no block, and a large cache fills at once.
@@ -26,8 +27,9 @@ class TinyLFUAdmission(Admission):
     Differs from the paper, where a block enters if it is more frequent than its victim. This rule works with
     every policy, so it does not know the victim. The policy ``wtinylfu`` is the paper's algorithm.
 
-    A hash collision can only admit a block too early. While counts are being halved, the rule may admit a
-    block and reject its parent. No block enters without its parent, because `leading` ends the run there.
+    A hash collision can only admit a block too early. While counts are being halved, `admit` may accept a
+    block and refuse its parent. Such a block does not enter either: `leading` cuts the run of blocks at the
+    refused parent.
 
     Cost: one CPU cache miss per key. Memory: 64 bits per block of the cache, and no keys.
 

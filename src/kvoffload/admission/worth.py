@@ -19,28 +19,29 @@ MOST_COUNTED = 16
 _PRICED_EVERY = 2_000
 """References between two calculations of the price."""
 _MEMORY, _PACE_MEMORY = 0.998, 0.98
-"""Each calculation of the price multiplies the older counts by these factors. `_MEMORY` is for the expected
-uses: counts decay to 1/e within a million references. `_PACE_MEMORY` is for offers and earnings: counts decay
-to 1/e within a hundred thousand references."""
+"""Decay factors: each calculation of the price multiplies the older counts by them. `_MEMORY` is for the
+counts behind the expected uses, which decay to 1/e within a million references. `_PACE_MEMORY` is for the
+offered blocks and the budget earned, which decay to 1/e within a hundred thousand references."""
 WARM_UP = 5_000
 """References to count before any block is admitted. With fewer, the first prices waste the budget."""
 _DOUBT = 2.0
-"""Number of fictitious blocks without a further use, added to the observed blocks of each number of
-requests."""
+"""Number of fictitious blocks without a further use. They are added to the observed blocks of each count of
+requests, so that a few observations do not raise the expected uses much."""
 _RESERVE = 0.1
-"""Share of the recent earnings that only blocks above the price may spend."""
+"""Share of the recently earned budget that is reserved for blocks above the price."""
 
 
 class WorthAdmission(Admission):
     """Admits the blocks with the most expected uses that the tier's write budget can pay.
 
-    The rule learns how many further uses to expect of a block after 1, 2, 3, ... requests. Uses that the
-    cache in front serves do not count, because the tier does not serve them. The *price* is a threshold of
-    expected uses. It is set from the blocks that were recently offered and the budget recently earned:
+    The rule learns how many further uses to expect of a block after 1, 2, 3, ... requests. A use that the
+    cache in front serves does not count, because it does not reach the tier. The *price* is a threshold of
+    expected uses. It follows from the blocks that were recently offered and the budget that was recently
+    earned:
 
-    - The budget could pay for all blocks above the price. These blocks enter.
-    - The budget could not pay for all blocks at the price. These blocks enter only while more than a reserve
-      of the budget is left.
+    - Blocks above the price enter. The budget can pay for all of them.
+    - Blocks exactly at the price enter only while more than a reserve of the budget is left. The budget
+      cannot pay for all of them.
 
     So the budget is spent evenly on the best blocks, and users configure no threshold.
 
@@ -52,7 +53,7 @@ class WorthAdmission(Admission):
     Attributes:
         warm_up: number of references to count before any block is admitted.
 
-    Differs from ``reuse:N``: N follows from the traffic and the budget. Cost: as ``reuse``, and two further
+    Differs from ``reuse:N``: N follows from the traffic and the budget. Cost: the cost of ``reuse`` plus two
     index probes for each block. Memory: 40 bytes plus the key for each slot of the tier, at least for 64,000
     keys.
 

@@ -51,8 +51,8 @@ class KVCache:
             token_ids: the prompt, without padding.
             salt: any text, for example a tenant or the hash of an image. Requests with different salts share
                 no blocks.
-            keys: hashes of 32 bytes in place of tokens, one for each full block. A hash must identify the
-                block and all earlier tokens.
+            keys: hashes of 32 bytes instead of `token_ids`, one for each full block. A hash must identify the
+                tokens of the block and all tokens before the block.
             hints: labels for the policy.
         """
         if not isinstance(hints, Hints):
@@ -74,9 +74,10 @@ class KVCache:
     def flush(self, timeout_s: float = _FLUSH_S) -> bool:
         """Write all blocks of RAM to every tier that admits them, within `timeout_s` seconds.
 
-        Returns False on time-out, or if a tier failed to write blocks, or dropped blocks because it was busy
-        or its write budget was spent. Blocks that a rule refuses, or that a tier evicts, do not count as
-        lost. Blocks that another process stores in shared RAM during the call may be missing in the tiers.
+        Returns False in three cases: the time is up, a tier failed to write blocks, or a tier dropped blocks
+        because it was busy or its write budget was spent. Blocks that an admission rule refuses and blocks
+        that a tier evicts do not make the result False. Blocks that another process stores in shared RAM
+        during the call may be missing in the tiers.
         """
         limit = _limit("timeout_s", timeout_s)
         return self._owner.run(self._jobs.flush(limit), limit)
@@ -87,7 +88,9 @@ class KVCache:
         return await self._owner.run_async(self._jobs.flush(limit), limit)
 
     def reset(self, timeout_s: float = _FLUSH_S) -> bool:
-        """Forget every block in RAM and in the tiers, for all machines. Needed after a change of the weights.
+        """Forget every block in RAM and in the tiers, for all machines.
+
+        Call this method after a change of the weights.
 
         After the call this process finds none of the blocks. Requests that began before the reset store no
         more blocks, because their KV may come from the old weights.
@@ -96,10 +99,10 @@ class KVCache:
         again. Until a call returns True, other machines may find old blocks, and so may this machine after a
         crash.
 
-        With shared RAM the call empties the pool of all processes, and the tiers of this process. But other
-        processes may store blocks of old weights afterwards, or load them from their own tiers. So give new
-        weights a new `model` instead. With shared RAM, the call also returns False if a stopped process holds
-        the pool's lock.
+        With shared RAM the call empties the pool, for all processes, and the tiers of this process. But other
+        processes may afterwards store blocks of the old weights, or load such blocks from their own tiers. So
+        with shared RAM do not call `reset`, but open a cache with a new `model` for new weights. With shared
+        RAM, the call also returns False if a stopped process holds the pool's lock.
         """
         limit = _limit("timeout_s", timeout_s)
         return self._owner.run(self._jobs.reset(limit), limit)
@@ -109,7 +112,10 @@ class KVCache:
         return self._owner.run(self._jobs.stats(), Limit(math.inf))
 
     def observe(self, observer: Observer) -> None:
-        """Report counters to `observer`, which replaces an earlier observer. For `metrics.Collector`."""
+        """Report counters to `observer` from now on, instead of to an earlier observer.
+
+        `metrics.Collector` calls this.
+        """
         self._owner.run(self._jobs.observe(observer), Limit(math.inf))
 
     def close(self, flush_s: float = _FLUSH_S) -> None:
@@ -130,7 +136,7 @@ class KVCache:
 
 
 def _limit(field: str, seconds: object) -> Limit:
-    """Return the time limit of a job. Infinite seconds are no limit. Raises `ConfigError`."""
+    """Return the time limit of a job. ``inf`` seconds mean no limit. Raises `ConfigError`."""
     number = seconds if isinstance(seconds, float) and seconds == math.inf else finite(seconds)
     if not number >= 0.0:
         raise ConfigError(field, seconds, "allowed: seconds, 0 or more")

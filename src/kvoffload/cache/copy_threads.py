@@ -1,4 +1,4 @@
-"""Threads that copy and verify the bytes of blocks. Does not know jobs or blocks."""
+"""Threads that copy and verify the bytes of blocks. The module does not know jobs or blocks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ T = TypeVar("T")
 class CopyThreads:
     """Daemon threads that run calls in order of arrival, until `close`.
 
-    Not a `ThreadPoolExecutor`, which refuses calls once the main thread of the process has ended. Other
-    threads of the engine, and functions of `atexit`, may use the cache even then.
+    A `ThreadPoolExecutor` would refuse calls once the main thread of the process has ended. But other threads
+    of the engine and functions of `atexit` may use the cache even then.
 
     Thread: the owner's.
     """

@@ -36,13 +36,15 @@ BlockIds = npt.NDArray[np.int64]
 _WAITS = (LookupResult.RETRY, LookupResult.HIT_PENDING)
 _ATTEMPTS = 3
 """Largest number of lookups in one load. A load repeats the lookup if a block is damaged in RAM, because a
-tier may have a copy. With shared RAM also if another process has evicted a block after the lookup."""
+tier may have a copy. With shared RAM it also repeats the lookup if another process has evicted a block after
+the lookup."""
 _CHUNK_BYTES = 4 * 1024 * 1024
 _COPY_THREADS = 2
 _UPDATE_PAUSE_S = 0.1
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.005
 _LONGEST_DRAIN_PAUSE_S = 0.1
-"""Longest pause between two attempts of a reset to drain. An attempt clears a tier that failed to clear."""
+"""Longest pause in which a reset waits before it drains the tiers again. Each attempt also retries to clear
+the tiers whose clearing failed."""
 
 
 class CacheStats(NamedTuple):
@@ -60,20 +62,20 @@ class CacheStats(NamedTuple):
 
 
 class Observer(Protocol):
-    """A collector of metrics, such as `kvoffload.metrics.Collector`. Called by the owner's thread."""
+    """A collector of metrics, such as `kvoffload.metrics.Collector`. The owner's thread calls its methods."""
 
     def count(self, metric: str, number: int = 1) -> None:
-        """Add `number` to a metric that the manager does not count."""
+        """Add `number` to `metric`, a metric that the manager does not count."""
 
     def update(self) -> None:
-        """Copy the counters of the manager."""
+        """Copy the current counters of the manager."""
 
 
 class Work:
     """The state of one request, shared by its jobs. The jobs of a request run one after another.
 
     Args:
-        num_resets: `Jobs.num_resets` at the beginning of the request.
+        num_resets: value of `Jobs.num_resets` when the request began.
     """
 
     def __init__(self, hints: Hints, num_resets: int) -> None:
@@ -120,8 +122,9 @@ class Jobs:
     ) -> int:
         """Load the leading blocks of `keys`, except the first `first` blocks, into the engine's blocks `ids`.
 
-        Returns the number of leading blocks that are present, including the skipped blocks. A damaged block
-        is looked up again, because a tier may have a copy. Without a copy the prefix ends there.
+        Returns the number of leading blocks that are present, including the `first` skipped blocks. A damaged
+        block is looked up again, because a tier may have a copy. If no tier has a copy, the prefix ends
+        before the damaged block.
         """
         async with work.turn:
             ctx = self._begun(work, keys)
@@ -205,7 +208,8 @@ class Jobs:
     async def reset(self, limit: Limit) -> bool:
         """Forget every block in RAM and in the tiers.
 
-        Returns False if a tier has not confirmed in time, or if the lock of shared RAM was not free in time.
+        Returns False if a tier has not confirmed the reset in time, or if the lock of shared RAM was not free
+        in time.
         """
         self.num_resets += 1
         self.manager.reset()
@@ -221,7 +225,8 @@ class Jobs:
         return not (isinstance(ram, NodeManager) and ram.has_deferred_reset)
 
     async def observe(self, observer: Observer) -> None:
-        """Report to a collector: now, ten times a second while tiers have jobs, and after the last job."""
+        """Report to `observer` now, then ten times a second while tiers have jobs, and once after the last
+        job."""
         self._observer = observer
         observer.update()
 
@@ -271,7 +276,8 @@ class Jobs:
             pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
 
     def _poll(self) -> None:
-        """Ensure that a task polls the manager until the tiers' jobs have ended."""
+        """Start a task that polls the manager until the tiers' jobs have ended, unless such a task runs
+        already."""
         if self._polling is None or self._polling.done():
             self._polling = asyncio.create_task(self._poll_until_idle())
 

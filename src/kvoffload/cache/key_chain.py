@@ -51,7 +51,7 @@ class KeyChain:
         self.num_tokens = 0
 
     def extend(self, token_ids: Tokens) -> None:
-        """Append tokens. Cost: 1 µs a block. Raises `ConfigError` for anything but integers."""
+        """Append tokens. Cost: 1 µs per block. Raises `ConfigError` if a token is not an integer."""
         new = integers("token_ids", token_ids)
         if new.size and int(new.max()) > _LARGEST_TOKEN:
             raise ConfigError("token_ids", int(new.max()), f"allowed: up to {_LARGEST_TOKEN}")
@@ -74,7 +74,7 @@ class GivenKeys:
         self.num_tokens = 0
 
     def extend(self, keys: Iterable[bytes]) -> None:
-        """Append keys. Raises `ConfigError` for anything but 32 bytes."""
+        """Append keys. Raises `ConfigError` if a key is not 32 bytes."""
         if not isinstance(keys, Iterable):
             raise ConfigError("keys", keys, f"allowed: a list of hashes of {KEY_BYTES} bytes")
         new = list(keys)
@@ -86,7 +86,7 @@ class GivenKeys:
 
 
 def integers(field: str, given: Any, allowed: str = "one dimension of integers") -> npt.NDArray[Any]:
-    """Convert integers of Python, numpy or torch to an array. An empty array may have another dtype.
+    """Convert integers of Python, numpy or torch to an array. An empty array is accepted with any dtype.
 
     Raises: `ConfigError`.
     """

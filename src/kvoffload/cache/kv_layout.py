@@ -25,11 +25,12 @@ DTYPES = {
     **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "uint8", "int8"), 1),
     "float64": 8,
 }
-"""Bytes of an item of each dtype."""
+"""Mapping: name of a dtype -> bytes of one element."""
 _LARGEST = 2**31 - 1
 
 KVTensors: TypeAlias = Any
-"""The engine's KV cache: a tensor for each layer, a pair (keys, values) for each layer, or one tensor."""
+"""The engine's KV cache: one tensor per layer, a pair (keys, values) per layer, or a single tensor for all
+layers."""
 
 
 class _Tensor(NamedTuple):
@@ -52,15 +53,15 @@ class KVLayout:
     | MLA | ``block token dim`` | one for each layer |
 
     - With the axis ``layer``, one tensor has all layers.
-    - Without the axis ``head``, a layer has a single tensor.
-    - With ``batch`` in place of ``block``, each sequence has its own row. You choose `block_tokens`.
+    - Without the axis ``head`` (MLA), a layer has a single tensor for keys and values.
+    - With ``batch`` in place of ``block``, each sequence has its own row, and you choose `block_tokens`.
 
     Args:
         axes: names of a tensor's axes, in order, from ``layer``, ``kv``, ``block``, ``batch``, ``head``,
             ``token``, ``dim``.
         layers: number of layers.
         heads: KV heads of this process; 1 without the axis ``head``.
-        head_dim: size of the axis ``dim``: the size of a head, or the latent size of MLA.
+        head_dim: size of the axis ``dim``: the size of a head, or with MLA the size of the latent vector.
         block_tokens: tokens of a block.
         dtype: dtype of the tensors: ``bfloat16``, ``float16``, ``float32``, ``float8_e4m3fn``, ``uint8``, ...
         value_dim: size of the axis ``dim`` in the values, if it differs from the size in the keys.
@@ -182,7 +183,10 @@ class KVLayout:
     # ---- private
 
     def _tensors(self, kv: KVTensors) -> Iterator[_Tensor]:
-        """Yield the tensors, keys before values: layer by layer, unless ``layer`` is an axis."""
+        """Yield the tensors layer by layer, keys before values.
+
+        If ``layer`` is an axis, yield only one tensor or one pair.
+        """
         if "layer" in self.names:
             named = {"kv": kv}
         elif isinstance(kv, Sequence) and len(kv) == self.layers:
@@ -200,7 +204,7 @@ class KVLayout:
             yield _Tensor(f"{name}[1]", tensor[1], True)
 
     def _check(self, tensor: _Tensor, first: _Tensor) -> None:
-        """Compare a tensor with the layout, and with the first tensor."""
+        """Compare a tensor with the layout and with the first tensor. Raises `ConfigError` if they differ."""
         name, array = tensor.name, tensor.array
         if not is_tensor(array) and not isinstance(array, np.ndarray):
             raise ConfigError(name, type(array).__name__, "allowed: a numpy array or a torch tensor")

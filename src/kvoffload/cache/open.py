@@ -52,12 +52,12 @@ def open(
         ram: size of RAM: ``8GiB``, or a number of bytes. For a pool that processes share:
             ``8GiB,shared=node`` or ``{"size": "8GiB", "shared": "node"}``. All processes of this user on this
             machine share the pool if their `model`, `layout`, `ram` and `policy` are equal
-            (docs/node-pool.md). ``keep`` and ``share`` as for vLLM.
+            (docs/node-pool.md). For the suboptions ``keep`` and ``share`` see `RamOptions`.
         tiers: from the fastest to the slowest: ``["disk:/nvme/kv:200GiB", "valkey://cache:6379/team-a"]``.
         policy, admission: policy and admission rule of RAM, as for `OffloadingManager`.
         deadline_s: longest time that a load waits for tiers. Upper limit of a load's `timeout_s`.
-        recompute_tokens_per_s: tokens that the engine computes in a second. A tier is read only if the read
-            is faster. None: tiers are always read.
+        recompute_tokens_per_s: number of prompt tokens that the engine computes in a second. Blocks are read
+            from a tier only if the read is faster than computing them. None: tiers are always read.
 
     Raises:
         ConfigError: all problems at once.

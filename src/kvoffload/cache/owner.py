@@ -41,8 +41,8 @@ class Limit:
 class Owner:
     """A thread with an event loop.
 
-    If a caller is cancelled or interrupted, the job stops waiting for tiers. The call returns only after the
-    job has ended, even if the caller is cancelled again, because a running copy uses the caller's tensors.
+    If a caller is cancelled or interrupted, its job stops waiting for tiers. The call returns only after the
+    job has ended, even if the caller is cancelled again: until then a copy may use the caller's tensors.
 
     Thread: any, except the owner's own. A signal handler may call `close` while the interrupted thread is in
     a call. In a forked child, which has no such thread, calls raise `MisuseError`.
@@ -136,7 +136,8 @@ class Owner:
 
         Args:
             on_end: called with the job's task, in the owner's thread.
-            claim: called before the job begins, in the owner's thread. Returns False to leave the job out.
+            claim: called in the owner's thread before the job begins. If it returns False, the job does not
+                run.
         """
         if self._is_elsewhere:  # before the lock, which a thread of the parent may have held at the fork
             job.close()
@@ -176,8 +177,8 @@ class Owner:
 class _Ended(Generic[T]):
     """The end of a job, for a waiting thread.
 
-    Unlike a `Future`, a waiting thread holds no lock that `put` needs, so a signal handler may wait for other
-    jobs in the same thread.
+    Unlike with a `Future`, a waiting thread holds no lock that `put` needs. So a signal handler that
+    interrupts the waiting thread may itself wait for another job.
     """
 
     def __init__(self) -> None:
@@ -191,7 +192,11 @@ class _Ended(Generic[T]):
         self._wake.put(None)
 
     def claim(self) -> bool:
-        """Return True at the first call. The owner then begins the job, or an interrupted caller drops it."""
+        """Return True at the first call only.
+
+        The owner calls this before it begins the job, and an interrupted caller before it drops the job. Only
+        the first of them goes on.
+        """
         return self._first_claim.acquire(blocking=False)
 
     def wait(self) -> None:

@@ -1,4 +1,4 @@
-"""The place of a request in the engine's tensors: numbers of blocks, or a row and a position."""
+"""The place of a request in the engine's tensors: block numbers, or a row and a position in the row."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ class Place(NamedTuple):
     def in_tensors(
         self, kv: KVTensors, layout: KVLayout, *, writeable: bool = False
     ) -> tuple[Parts, npt.NDArray[np.int64]]:
-        """Check tensors and place. Returns the parts of the tensors, and the request's blocks in order.
+        """Check the tensors and the place.
+
+        Returns the tensors' views by block, and the numbers of the request's blocks in order.
 
         Args:
             writeable: True to refuse read-only tensors.

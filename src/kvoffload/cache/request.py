@@ -23,11 +23,11 @@ from kvoffload.structures.keys import Keys
 class KVRequest:
     """A single inference request, from `KVCache.request`.
 
-    Only whole blocks are loaded and stored. Methods whose names end in ``_async`` are for `asyncio`. A
-    cancelled call returns when its copy has ended.
+    Only whole blocks are loaded and stored. Methods whose names end in ``_async`` are for `asyncio`. If such
+    a call is cancelled, it still waits for the end of its running copy.
 
-    Thread: one at a time. Use the request as a context manager. On exit the request reports its block uses to
-    the policies. Only `store_from` stores blocks.
+    Use the request as a context manager. On exit the request reports to the policies which blocks it used; it
+    stores nothing. Call `store_from` to store blocks. Thread: one at a time.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class KVRequest:
             block_ids: the engine's blocks for the request, in order.
             row, start: for tensors with the axis ``batch`` instead of ``block``: the row of the sequence, and
                 the position of its first token.
-            present: leading tokens that the tensors already hold. These tokens count in the result, and their
-                full blocks are not loaded.
+            present: number of leading tokens that the tensors already hold. They count in the result, and
+                their full blocks are not loaded.
             timeout_s: longest wait for tiers, in seconds. Default and maximum: the cache's `deadline_s`.
 
         Raises: `ConfigError` for tensors or blocks that do not fit the layout, before any byte moves.
@@ -92,7 +92,7 @@ class KVRequest:
         return self._usable(await self._owner.run_async(job, limit), present)
 
     def extend(self, token_ids: Tokens) -> None:
-        """Append generated tokens. For a request of `keys`: append further keys."""
+        """Append generated tokens. If the request was created with `keys`, append further keys instead."""
         before = self._chain.num_tokens
         self._chain.extend(token_ids)
         if self._chain.num_tokens > before:
@@ -114,8 +114,9 @@ class KVRequest:
 
         Args:
             kv, block_ids, row, start: as for `load_into`.
-            num_tokens: leading tokens whose KV is computed. Default: the whole prompt. After `extend`: all
-                tokens except the last, because engines compute a sampled token's KV in the next step.
+            num_tokens: number of leading tokens whose KV is computed. Default before `extend`: all tokens of
+                the prompt. Default after `extend`: all tokens except the last, because engines compute a
+                sampled token's KV in the next step.
 
         Raises: as `load_into`.
         """
@@ -161,7 +162,8 @@ class KVRequest:
 
     @contextmanager
     def _if_open(self) -> Iterator[None]:
-        """Suppress the `MisuseError` of a closed cache. Another thread may close the cache at any time."""
+        """Suppress the `MisuseError` of a closed cache, because another thread may close the cache at any
+        time."""
         try:
             yield
         except MisuseError:

@@ -1,7 +1,7 @@
-"""RAM that processes with equal blocks share: joins the pool, and maps the memory of the slots.
+"""RAM that several processes share: joins the pool, and maps the memory of the slots.
 
-Owns the facts that must be equal in all processes of a pool, and the file ``slots`` of the pool's directory.
-Does not know which slots are in use.
+Owns the list of settings that must be equal in all processes of a pool, and the file ``slots`` of the pool's
+directory. Does not know which slots are in use.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ _FORMAT = 1
 _MAGIC = 0x6B766F66_736C6F74
 _STEP_BYTES = 256 * 1024 * 1024
 _PATIENCE_S = 600.0
-"""Longest wait for the allocation of the memory by another process, in seconds."""
+"""Longest time to wait until another process has allocated the memory, in seconds."""
 _log = logging.getLogger(__name__)
 
 
 def join_pool(ram: RamOptions, producer: str, policy: str | type[EvictionPolicy]) -> PoolDirectory:
     """Join the pool of all processes whose producer, policy and size of RAM are equal, or create the pool.
 
-    Raises: as `PoolDirectory.join`; `UnavailableError` if the pool's directory was made for other facts.
+    Raises: as `PoolDirectory.join`, and `UnavailableError` if the pool's directory was created with other
+    settings.
     """
     check_platform()
     name = policy if isinstance(policy, str) else f"{policy.__module__}:{policy.__qualname__}"
@@ -75,8 +76,8 @@ def _check_facts(path: Path, facts: dict[str, object]) -> None:
 def shared_memory_tier(pool: PoolDirectory, num_slots: int, block_bytes: int) -> MemoryTier:
     """Open a `MemoryTier` whose slots and checksums are in a file, which all processes of a pool share.
 
-    Every block is verified, because other processes write blocks, too. The first process allocates all the
-    memory. Other processes wait for the allocation.
+    Every block is verified when it is read, because other processes write blocks, too. The first process
+    allocates all the memory, and the other processes wait for it.
 
     Args:
         pool: the membership in the pool. The tier's `close` does not close the membership.
@@ -105,7 +106,8 @@ def shared_memory_tier(pool: PoolDirectory, num_slots: int, block_bytes: int) ->
 def _make(pool: PoolDirectory, fd: int, facts: bytes, num_bytes: int) -> None:
     """Allocate the file. Replaces an incomplete or damaged file that no other process uses.
 
-    Writes the facts last: if the process is killed before, the file is incomplete.
+    Writes the settings last. So if the process is killed during the allocation, other processes recognize the
+    file as incomplete.
     """
     path = pool.path / SLOTS
     is_new = not os.pread(fd, 1, 0).strip(b"\0")

@@ -1,4 +1,5 @@
-"""Measures a machine: RAM, the GPU if there is one, and optionally a disk and an engine's server."""
+"""Measures a machine: RAM, the GPU if the machine has one, and optionally a disk and the speed of a running
+LLM server."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ class Calibration:
         url: URL of the server to measure; None skips the server.
         served_model: name of the model on that server; None takes the server's first model.
         block_bytes: bytes of one block.
-        total_bytes: number of bytes that one measurement moves.
+        total_bytes: number of bytes that one measurement copies.
         repeats: number of measurements of each quantity.
         step_tokens: largest number of tokens that the server computes in one step.
         lengths: prompt lengths to measure, in tokens.

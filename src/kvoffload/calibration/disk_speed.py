@@ -30,10 +30,12 @@ def disk_speed(
     """Measure rate and latency of durable writes and verified reads.
 
     Returns the quantities ``disk_{read,write}_bytes_per_s`` and ``disk_{read,write}_latency_s``. Writes to a
-    temporary directory below `directory`. Needs free disk space for ``2 * num_blocks + repeats + 2`` blocks.
+    temporary directory below `directory`. Needs free disk space for at least ``2 * num_blocks + repeats + 2``
+    blocks.
 
     Raises:
-        ConfigError: the directory cannot be used, the disk has too little free space, or the disk fails.
+        ConfigError: the directory cannot be used, the disk has too little free space, or a read or write
+            fails.
     """
     with _temporary_directory(directory) as temporary:
         # Slots for the batches of this repetition and the previous one, and for all single blocks.
@@ -108,7 +110,7 @@ def _new_keys(repeat: int, count: int) -> Keys:
 
 @contextlib.contextmanager
 def _temporary_directory(directory: Path) -> Iterator[Path]:
-    """Yield the path of a directory to create below `directory`. It is deleted at the end."""
+    """Yield the path of a new directory for the caller to create below `directory`. Delete it at the end."""
     try:
         temporary = Path(tempfile.mkdtemp(prefix="kvoffload-calibrate-", dir=directory))
     except OSError as error:

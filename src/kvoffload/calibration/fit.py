@@ -18,9 +18,9 @@ def fit_prefill(
         seconds: measured time of each prompt.
         step_tokens: largest number of tokens that a step computes. It determines the number of steps.
 
-    Returns `step_s`, `linear` and `squared`: `step_s`, `prefill_s_per_token` and
-    `prefill_s_per_token_squared` of `Machine`. None of them is negative. The fit minimizes relative errors,
-    so that short prompts have the same weight as long prompts.
+    Returns `step_s`, `linear` and `squared`. In `Machine` these are `step_s`, `prefill_s_per_token` and
+    `prefill_s_per_token_squared`. No coefficient is negative. The fit minimizes relative errors, so that
+    short prompts have the same weight as long prompts.
     """
     lengths, times = np.array(tokens, float), np.array(seconds, float)
     columns = np.stack([np.ceil(lengths / step_tokens), lengths, lengths * lengths])

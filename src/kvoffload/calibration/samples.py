@@ -38,7 +38,7 @@ def rate_and_latency(
     Args:
         batch_s, block_s: measured times of batches, and of single blocks.
         batch_bytes, block_bytes: bytes of a batch, and of a block.
-        label: description of the measurement, for the source of the quantities.
+        label: description of the measurement, for the field `source` of the quantities.
     """
     rate = quantity_of([batch_bytes / seconds for seconds in batch_s], label)
     latencies = [max(0.0, seconds - block_bytes / rate.value) for seconds in block_s]

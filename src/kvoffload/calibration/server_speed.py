@@ -30,7 +30,7 @@ LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 _ANSWER_TOKENS = 32
 _TIMEOUT_S = 300.0
 _TOKEN_IDS = (100, 1000)
-"""Range of token ids that exist in every vocabulary."""
+"""Range of the random token ids. All of them exist in every usual vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,16 @@ class _Models(msgspec.Struct):
 
 
 class Server:
-    """Client of an OpenAI-compatible server. Reads the API key from ``OPENAI_API_KEY``, and never shows it.
+    """Client of an OpenAI-compatible server.
+
+    Reads the API key from ``OPENAI_API_KEY`` and never prints the key.
 
     Args:
         url: ``http://HOST:PORT``, with or without ``/v1``.
         model: name of a served model; None takes the server's first model.
 
     Raises:
-        ConfigError: ``url`` does not answer, or answers in another format; ``model`` is not served.
+        ConfigError: `url` does not answer or answers in another format, or the server does not have `model`.
     """
 
     def __init__(self, url: str, model: str | None = None) -> None:
@@ -169,12 +171,12 @@ class ServerTimes:
     def speeds(self, step_tokens: int) -> dict[str, Quantity]:
         """Return `step_s`, `prefill_s_per_token`, `prefill_s_per_token_squared` and `decode_tokens_per_s`.
 
-        Values are fitted to all rounds together; p10 and p90 are percentiles of fits to single rounds. A step
-        computes at most `step_tokens` tokens.
+        The value of a quantity is fitted to all rounds together. Its p10 and p90 are percentiles of the fits
+        to single rounds. A step computes at most `step_tokens` tokens.
 
         Raises:
-            ConfigError: the time to the first token does not grow with the prompt, so prefill would cost
-                nothing.
+            ConfigError: the time to the first token does not grow with the prompt's length, so a fit would
+                say that prefill costs nothing.
         """
         tokens = [length for order, _ in self.rounds for length in order]
         seconds = [first_s for _, times in self.rounds for first_s in times]
@@ -213,7 +215,7 @@ def time_server(
     so that no cache has it.
 
     Raises:
-        ConfigError: the model accepts fewer than 3 of the lengths; the server does not stream each token.
+        ConfigError: the model accepts fewer than 3 of the lengths, or the server does not stream each token.
     """
     limit = server.max_tokens
     usable = [length for length in lengths if limit is None or length + _ANSWER_TOKENS <= limit]

@@ -1,7 +1,9 @@
-"""A cut: a process that replays a part of a recording and writes the beginning of the next part.
+"""A cut: a process that replays one part of a recording and writes the header and state with which the next
+part begins.
 
-The process runs beside the engine, with the lowest priority. A copy of the state in the engine would stop the
-engine's step for longer than 2 ms. The replay also compares all decisions of the part.
+The process runs beside the engine, with the lowest priority. The engine does not write its own state, because
+copying it would stop an engine step for longer than 2 ms. The replay also compares all decisions of the part
+with the recorded decisions.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ class CutProcess:
         )
 
     def poll(self) -> str | None:
-        """Return None while the process runs, an empty text after success, else the reason of the failure."""
+        """Return None while the process runs, an empty text after success, or the reason of a failure."""
         code = self._process.poll()
         if code is None:
             return None
@@ -63,7 +65,7 @@ class CutProcess:
 def write_beginning(part: Path, beginning: Path) -> str:
     """Replay a part and write the header and state of the next part to `beginning`.
 
-    Returns an empty text after success, else the reason of the failure.
+    Returns an empty text after success, or the reason of a failure.
     """
     with FrameReader(part) as reader:
         if reader.header.kvoffload != __version__:
@@ -81,7 +83,7 @@ def write_beginning(part: Path, beginning: Path) -> str:
 
 
 def main() -> None:
-    """Write the beginning of a part, as the process of a `CutProcess`."""
+    """Run `write_beginning`; the entry point of the process that `CutProcess` starts."""
     part, beginning = map(Path, sys.argv[1:])
     engine = os.getppid()
     os.nice(19)

@@ -22,8 +22,8 @@ class Difference:
     Attributes:
         call: number of the call in its file, from 1.
         kind: name of the call.
-        request: number of the request, or of the plan that ends.
-        time_ns: time at which the record was written, nanoseconds since 1970.
+        request: number of the request. For a call that ends a plan: number of the plan.
+        time_ns: time at which the record was written, in nanoseconds since 1970.
         expected, found: results in the recording and in the replay.
         blocks: states of the call's blocks in the replay, after the call.
         calls: the latest calls of the request.

@@ -30,14 +30,17 @@ from kvoffload.structures.keys import words_per_key
 
 MAGIC, VERSION, READABLE = b"KVOCALLS", 4, (3, 4)
 HASHES, WHOLE = "hashes", "whole"
-"""The two forms of keys in a recording: 64-bit hashes of the keys, or all bytes of the keys."""
+"""The two forms of keys in a recording. `HASHES`: 64-bit hashes of the keys. `WHOLE`: all bytes of the keys.
+"""
 HEADER, CALLS, END, STATE = 1, 2, 3, 4
 """Kinds of frames: the header, records of calls, the end mark, the state at the beginning of a part."""
 CLOSED, CONTINUED = "closed", "the recording continues in the next part"
-"""Reasons in the end mark: the manager has closed the recording; the part is complete."""
+"""Reasons in the end mark. `CLOSED`: the manager has closed the recording. `CONTINUED`: the recording
+continues in the next part."""
 MAX_FRAME_BYTES = 1 << 30
 _FRAME = struct.Struct("<4sIIIqQ")
-"""``KVOF``, kind, number of bytes, number of words, time in ns since 1970, checksum."""
+"""Layout of a frame's header: ``KVOF``, kind, number of bytes, number of words, time in ns since 1970,
+checksum."""
 _FRAME_MAGIC, _CHECKSUM_AT = b"KVOF", 24
 _WINDOW_LOG = 24
 """Logarithm (base 2) of the compression window: a record may refer to the previous 16 MiB of records."""
@@ -52,9 +55,10 @@ class Header(msgspec.Struct, frozen=True):
             the policy or the admission rule comes from another package, because it may read keys.
         key_bytes: length of the engine's keys in bytes.
         policy, admission, store: as for `OffloadingManager`.
-        refuses_unasked: as for `OffloadingManager`. False if tiers behind RAM need every block.
+        refuses_unasked: as for `OffloadingManager`. It is False if the manager has tiers behind RAM, because
+            tiers need every block.
         part: number of this file in its recording, from 1.
-        has_state: True if the header is followed by the state of a replay at the part's beginning.
+        has_state: True if a state follows the header: the manager's state at the beginning of the part.
     """
 
     kvoffload: str
@@ -125,12 +129,15 @@ def header_of(manager: OffloadingManager, policy: object, admission: object) -> 
 
 
 def is_ours(rule: object) -> bool:
-    """Return True for a policy or admission rule of this package. These read only hashes of keys."""
+    """Return True for a policy or admission rule of this package. Such a rule reads only hashes of keys."""
     return type(rule).__module__.startswith("kvoffload.")
 
 
 def text_of(registry: Registry[Any], given: object) -> str:
-    """Return a text from which `registry` can create the policy or rule `given`; ``all`` for None."""
+    """Return a text from which `registry` can create the policy or admission rule `given`.
+
+    None gives ``all``.
+    """
     if isinstance(given, str):
         return given
     if given is None:
@@ -186,7 +193,7 @@ class FrameReader:
         header: the configuration.
         state: the encoded state at the beginning of the part; None for a part without a state.
         end: the end mark; None until the reader has read an end mark.
-        num_cut: number of bytes behind the last whole frame.
+        num_cut: number of bytes after the last whole frame; readers ignore them.
 
     Raises: `TraceError` for a file that is not a recording, of another format version, or with a damaged
     header or state.
@@ -247,7 +254,7 @@ class FrameReader:
         return self._file.tell()
 
     def frames(self) -> Iterator[Frame]:
-        """Yield the records of calls up to the end mark or the first frame that is not whole."""
+        """Yield the frames of calls, up to the end mark or the first incomplete or damaged frame."""
         while (frame := self._next()) is not None:
             kind, body, num_words, time_ns = frame
             if kind == END:
@@ -268,7 +275,10 @@ class FrameReader:
             raise TraceError(f"{self.path}: the end mark is invalid: {error}") from None
 
     def _next(self) -> tuple[int, bytes, int, int] | None:
-        """Read a frame; return kind, body, number of words, and time. None if incomplete or damaged."""
+        """Read a frame; return its kind, body, number of words and time.
+
+        Return None if the frame is incomplete or damaged.
+        """
         begin = self._file.tell()
         head = self._file.read(_FRAME.size)
         if len(head) == _FRAME.size:

@@ -1,6 +1,6 @@
 """Encodes and decodes the hints and quotas of a recording. Hashes replace the users' texts.
 
-Equal hints share a number. A recording has the text of each number once. After a renumbering, texts are
+Equal hints share a number. The text of a number is recorded once. When hints get new numbers, their texts are
 recorded again.
 """
 
@@ -18,14 +18,15 @@ from kvoffload.core.tenants import OTHER, Quota
 
 _REASONS = frozenset(("", "stop", "length", "abort", "tool_calls", "error", "repetition", "content_filter"))
 MOST_HINTS = 4096
-"""Largest number of hints with a number at the same time. Older numbers do not occur in later records."""
+"""Largest number of hints that have a number at the same time. At this limit all numbers are dropped, and
+later records use new numbers."""
 
 
 class HintNumbers:
     """Assigns numbers to hints, from 1. Tenants and unusual finish reasons become salted hashes.
 
-    A replay makes the same decisions, because decisions only compare these texts for equality. The salt is
-    not stored. After `MOST_HINTS` different hints, all hints get new numbers.
+    A replay of the hashes makes the same decisions, because the manager only compares these texts for
+    equality. The salt is not stored. After `MOST_HINTS` different hints, all hints get new numbers.
     """
 
     def __init__(self) -> None:
@@ -34,7 +35,10 @@ class HintNumbers:
         self._num_assigned = 0
 
     def number(self, hints: Hints) -> tuple[int, bytes]:
-        """Return the number of these hints, and the text to record. The text is b"" if already recorded."""
+        """Return the number of these hints and the text to record.
+
+        The text is b"" if it has been recorded already.
+        """
         number = self._known.get(hints)
         if number is not None:
             return number, b""

@@ -1,8 +1,9 @@
 """The parts of a recording: their files and names, the size limit and the rotation.
 
-At a quarter of the limit the recording continues in a new part. A replay of the previous part gives the state
-at the new part's beginning, so that each part can be replayed alone. This replay is a *cut* (`calls.cut`).
-While the cut runs, calls already go to the new part. At the limit the oldest part is removed.
+When a part has reached a quarter of the size limit, the recording continues in a new part. Each part begins
+with the manager's state, so that it can be replayed alone. A second process computes this state by a replay
+of the previous part; this replay is a *cut* (`calls.cut`). While the cut runs, the new part already receives
+calls. When all parts together reach the limit, the oldest part is removed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from kvoffload.calls.file_format import CLOSED, CONTINUED, HASHES, End, FrameWri
 from kvoffload.structures.jit import I32Array
 
 PARTS, STATE_SHARE = 4, 8
-"""A part has a quarter of the limit, and its state at most an eighth."""
+"""A part takes 1/`PARTS` of the size limit of the recording. The state at its beginning takes at most
+1/`STATE_SHARE` of the limit."""
 logger = logging.getLogger("kvoffload.calls")
 
 Create: TypeAlias = Callable[[Path], IO[bytes]]
@@ -33,7 +35,7 @@ class Cut(Protocol):
     """A running replay of a part, which writes the beginning of the next part to a file."""
 
     def poll(self) -> str | None:
-        """Return None while the cut runs, an empty text after success, else the reason of the failure."""
+        """Return None while the cut runs, an empty text after success, or the reason of a failure."""
 
     def stop(self) -> None:
         """End the cut, if it runs."""
@@ -49,9 +51,10 @@ def part_path(path: Path, number: int) -> Path:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """Return the existing parts of a recording, in order. `path`: the path of the first part.
+    """Return the existing parts of a recording, in order.
 
-    A path of a later part gives only this part.
+    `path` is the path of the first part, which need not exist. If it is the path of a later part, only this
+    part is returned.
     """
     pattern = re.compile(rf"{re.escape(path.stem)}\.part(\d+){re.escape(path.suffix)}")
     numbers = {1: path} if path.exists() else {}
@@ -68,9 +71,9 @@ def create_file(path: Path) -> IO[bytes]:
 
 
 def new_file(path: Path, create: Create = create_file) -> tuple[Path, IO[bytes]]:
-    """Create a new file, with a number in its name if a recording with this name exists.
+    """Create a new file. If a recording with this name exists, a number is added to the name.
 
-    Each engine, and each restart of an engine, thus writes its own files.
+    So each engine writes its own files, and so does each restart of an engine.
     """
     number, free = 1, path
     while True:
@@ -82,13 +85,13 @@ def new_file(path: Path, create: Create = create_file) -> tuple[Path, IO[bytes]]
 
 
 class Parts:
-    """Writes the frames of a recording to files, all files together at most `max_bytes`.
+    """Writes the frames of a recording to files, which together have at most `max_bytes`.
 
-    The first problem ends the recording, with a warning in the log. A failed cut ends only the rotation, also
-    with a warning. The recording then ends at the limit.
+    The first error ends the recording, with a warning in the log. A failed cut does not end the recording,
+    but no further part begins: the recording then ends when it reaches the limit.
 
     Args:
-        path: the first part; if it exists, the next free ``NAME-2.calls``.
+        path: path of the first part. If the file exists, the next free name is used: ``NAME-2.calls``, ...
         create: creates a part.
         start_cut: starts a cut.
 
@@ -113,7 +116,10 @@ class Parts:
         self._needs_part_before = self._rotates = False
 
     def describe(self, header: Callable[[], Header]) -> None:
-        """Set the function that returns the description of the manager, before the first calls."""
+        """Set the function that returns the description of the manager.
+
+        Call this method before the first `write_calls`.
+        """
         self._describe = header
 
     def write_calls(self, words: I32Array) -> None:
@@ -124,7 +130,7 @@ class Parts:
     def rotate_if_due(self) -> None:
         """Continue in a new part if the current part is large enough. Call this method between two records.
 
-        Also completes the beginning of the current part when its cut has ended.
+        If a cut has ended, also put the state that it has written at the beginning of the current part.
         """
         if self.ended is not None:
             return
@@ -205,7 +211,7 @@ class Parts:
 
     @property
     def _beginning(self) -> Path:
-        """The file to which a cut writes the beginning of the current part."""
+        """The file to which a cut writes the header and state of the current part."""
         return self.path.with_name(f"{self.path.name}.new")
 
     def _rotate(self, header: Header) -> None:
@@ -248,7 +254,7 @@ class Parts:
         self._end_cut(cut)
 
     def _complete_beginning(self) -> None:
-        """Replace the header of the current part by the beginning that the cut has written."""
+        """Replace the header of the current part by the header and state that the cut has written."""
         with self.path.open("rb") as source:
             file = self._beginning.open("ab")
             try:

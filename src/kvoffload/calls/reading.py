@@ -1,15 +1,15 @@
 """Reader of recorded calls: decodes the records of manager calls in a file.
 
 A record consists of 32-bit words. `core.log` defines its layout. The last words of a record,
-`Record.further`, hold arguments or results that depend on the call:
+`Record.further`, hold arguments or results. Their meaning depends on the call:
 
-- `LOOKUP`: the number `n` of ready blocks. If a block in flight follows the ready blocks: ``-1 - n``.
-- `PREPARE_LOAD`, `PIN`: the slots of the blocks. If block `n` was not ready: only ``-1 - n``.
+- `LOOKUP`: the number `n` of ready blocks, or ``-1 - n`` if the block after the ready blocks is in flight.
+- `PREPARE_LOAD`, `PIN`: the slots of the blocks, or only ``-1 - n`` if block `n` was not ready.
 - `PREPARE_STORE`: five counts (stored blocks, missing blocks, dropped blocks, refused blocks, used free
   slots), then the slots of the stored blocks, then the rows of the missing blocks as runs. If there was no
-  room (``None``): only -1. If the policy named a wrong victim: one number of -2 or less.
-- `COMPLETE_LOAD`, `UNPIN`, `COMPLETE_STORE`: 1, or 0 for a failed store. If the call completes only a part of
-  a plan: 3 or 2 instead, then the slots of the part.
+  room (the call returned ``None``): only -1. If the policy named a wrong victim: one number, -2 or less.
+- `COMPLETE_LOAD`, `UNPIN`, `COMPLETE_STORE`: 1 for success, 0 for a failed store. If the call completes only
+  a part of a plan: 3 instead of 1 and 2 instead of 0, then the slots of the part.
 - `KEEP`, `DISCARD`: the number that the call returned.
 - `RESET`: the argument ``drop_in_flight``, 0 or 1.
 
@@ -33,14 +33,14 @@ class Record(NamedTuple):
     """A decoded record.
 
     Attributes:
-        number: number of the call, from 1. For a record without a call, such as hints: number of the next
+        number: number of the call, from 1. A record without a call, such as hints, has the number of the next
             call.
         call: kind of the record.
         flags: sum of `ADMITTED` and `FAILED`, or 0.
-        subject: number of the request, or of the plan that ends.
-        new_keys: keys that the request's path gains, packed.
-        runs: positions of the batch's blocks on the request's path, as start and length of each run.
-        further: further words: arguments and results.
+        subject: number of the request. For a call that ends a plan: number of the plan.
+        new_keys: keys that this call appends to the request's path, packed.
+        runs: positions on the request's path of the blocks of this call, as start and length of each run.
+        further: further words: arguments and results, see the module.
         time_ns: time at which the record's last frame was written, nanoseconds since 1970.
         num_words: length of the record.
     """
@@ -74,7 +74,7 @@ def read_records(reader: FrameReader) -> Iterator[Record]:
 
 
 def _record(words: I32Array, at: int, key_words: int, number: int, time_ns: int) -> Record | None:
-    """Decode the record that starts at ``words[at]``; None if the record is incomplete."""
+    """Decode the record that starts at ``words[at]``. Return None if the record is incomplete."""
     if at + HEADER > len(words):
         return None
     kind, subject, num_new, num_runs, num_more = words[at : at + HEADER].tolist()

@@ -1,6 +1,6 @@
 """A manager that records its calls, with results.
 
-The kernels of `OffloadingManager` append most calls to the log. `RecordedManager` appends three further kinds
+The kernels of `OffloadingManager` append most calls to the log. `RecordedManager` appends three other kinds
 of records:
 
 - calls whose kernels append nothing

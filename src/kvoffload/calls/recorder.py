@@ -1,6 +1,6 @@
 """Writes the records of a manager's calls to files, on a thread.
 
-Owns the thread. A gap would make a recording useless, so the first problem ends the recording, with one line
+Owns the thread. A recording with a gap would be useless. So the first error ends the recording, with one line
 in the log.
 """
 
@@ -20,8 +20,8 @@ from kvoffload.core.log import Log
 from kvoffload.errors import MisuseError
 
 POLL_S, FLUSH_S, CLOSING_S = 0.05, 1.0, 5.0
-"""Three times in seconds: the thread's pause, the longest time until a call is written, and the longest wait
-of `close`."""
+"""Times in seconds. `POLL_S`: pause of the thread between two looks at the ring. `FLUSH_S`: longest time
+until a call is written. `CLOSING_S`: longest wait of `close`."""
 FRAME_WORDS = 1 << 18
 """Number of words in the largest frame, 1 MiB before compression. The thread writes a full frame at once,
 without waiting for `FLUSH_S`."""
@@ -30,17 +30,18 @@ logger = logging.getLogger("kvoffload.calls")
 
 
 class CallRecorder:
-    """A recording of one manager: files with the newest calls, all files together up to `max_bytes`.
+    """A recording of one manager: files with the newest calls, which together have at most `max_bytes`.
 
     The manager's kernels append records to a ring (`Log`). The recorder's thread compresses and writes these
     records, at least once a second. If the ring is full or a write fails, the recording ends with a warning
-    in the log. The files are then sound up to their ends.
+    in the log. What has been written until then can be replayed.
 
-    At a quarter of `max_bytes` the recording continues in another file. At `max_bytes` the oldest file is
-    removed (`Parts`). With a policy or rule of another package, the recording ends at `max_bytes` instead.
+    When a file reaches a quarter of `max_bytes`, the recording continues in another file. When all files
+    together reach `max_bytes`, the oldest file is removed (`Parts`). With a policy or admission rule of
+    another package there is only one file, and the recording ends at `max_bytes`.
 
     Attributes:
-        path: the first file: the requested path, or the next free ``NAME-2.calls``.
+        path: the first file: the requested path or, if that file exists, the next free ``NAME-2.calls``.
         ended: reason of the end; None during the recording.
 
     Memory: the ring, and about 20 MiB for the compression. Thread: `begin` and `close` run on the manager's
@@ -88,8 +89,8 @@ class CallRecorder:
     def close(self, counters: dict[str, Any]) -> None:
         """Write the last records and the manager's counters, and close the file. Idempotent.
 
-        Waits at most 5 seconds for the thread. After that time logs a warning, because the last calls will be
-        missing if the process ends now.
+        Waits at most 5 seconds for the thread. If the thread needs longer, logs a warning: the last calls
+        will be missing if the process ends now.
         """
         self._counters = self._counters or counters
         was_closing = self._closing.is_set()
@@ -118,9 +119,10 @@ class CallRecorder:
             self._log.is_open = 0
 
     def _take(self, log: Log, is_last: bool) -> None:
-        """Write the ring's records: after `FRAME_WORDS` words, after `FLUSH_S` seconds, or if `is_last`.
+        """Write the ring's records if there are `FRAME_WORDS` words, if `FLUSH_S` seconds have passed, or if
+        `is_last`.
 
-        If the kernels have lost a record, also ends the recording.
+        If a record did not fit in the ring, the records are written and the recording ends.
         """
         is_lost, head, now = not log.is_open, log.head, time.monotonic()
         is_due = head - log.tail >= FRAME_WORDS or now - self._last_write_s >= FLUSH_S

@@ -1,4 +1,6 @@
-"""The replay of recorded calls on a new manager, which must decide as the recorded manager did.
+"""The replay of recorded calls on a new manager.
+
+The new manager must make the same decisions as the recorded manager.
 
 Owns the translation of records into calls, and the comparison. The first difference ends a replay, because
 later calls may refer to blocks that only one of the two managers has.
@@ -34,7 +36,7 @@ from kvoffload.structures.keys import Keys
 
 _KEPT_CALLS = 20
 _STATE = ("manager", "_requests", "_plans", "_num_plans", "_hints", "_damaged")
-"""Attributes of `CallReplay` that a part of a recording needs from the parts before."""
+"""Attributes of `CallReplay` that carry over from one part of a recording to the next."""
 _NO_ROWS = np.empty(0, np.int32)
 
 
@@ -51,7 +53,7 @@ class _Request:
 
 @dataclass
 class _OpenPlan:
-    """A plan and the number of its blocks that are not yet completed."""
+    """A plan in progress, with the number of its blocks that are not yet completed."""
 
     plan: LoadPlan | StorePlan
     num_open: int
@@ -77,7 +79,7 @@ class Outcome:
         calls: number of replayed calls by kind.
         difference: the first difference; None if all decisions are equal.
         end: reason of the recording's end; empty if the end mark is missing.
-        num_cut: number of ignored bytes behind the last whole frame.
+        num_cut: number of ignored bytes after the last whole frame.
         warnings: sentences for the user.
         num_parts: number of replayed files.
     """
@@ -128,7 +130,8 @@ class CallReplay:
     Args:
         reader: the recording, or a part of the recording.
         manager: a new manager; by default with the recorded configuration.
-        before: the replay of the previous part. Its state is used if this part has no state.
+        before: the replay of the previous part. If this part has no state, it continues with the state of
+            `before`.
 
     Raises: `TraceError` for a part whose state is missing or cannot be read.
     """
@@ -158,7 +161,7 @@ class CallReplay:
             raise TraceError(f"{reader.path}: {why}")
 
     def state(self) -> dict[str, Any]:
-        """Return the state in which the next part begins, for `calls.state.encode`."""
+        """Return the state at the beginning of the next part, for `calls.state.encode`."""
         return {name: getattr(self, name) for name in _STATE}
 
     def is_followed_by(self, reader: FrameReader) -> bool:
@@ -168,7 +171,10 @@ class CallReplay:
         return is_whole and reader.header.part == self._reader.header.part + 1
 
     def run(self, progress: Callable[[float], None] = lambda done: None) -> Outcome:
-        """Replay all calls, up to the first difference. Reports the number of bytes read to `progress`."""
+        """Replay all calls, or the calls up to the first difference.
+
+        Reports the number of bytes read to `progress`.
+        """
         outcome = Outcome(self._reader.header)
         if outcome.header.kvoffload != __version__:
             outcome.warnings.append(
@@ -304,10 +310,10 @@ class CallReplay:
             request.words = np.concatenate([request.words, record.new_keys])
 
     def _request(self, record: Record) -> _Request:
-        """Return the request of a record, extended by the record's new keys.
+        """Return the request of a record, after the record's new keys were appended to its path.
 
-        A new request is returned for three kinds of records: the first record of a request, records without a
-        request, and ends of plans.
+        Three kinds of records give a new request: the first record of a request, a record without a request,
+        and the end of a plan.
         """
         if record.call in _ENDS:
             return _Request(self.manager.begin_request(""), record.new_keys)
@@ -398,11 +404,12 @@ _CALLS: dict[Call, Callable[[CallReplay, Record, _Request, Keys], _Result | None
     Call.RESET: CallReplay._reset,
     **dict.fromkeys(_ENDS, CallReplay._end_plan),
 }
-"""Replays of the calls. None stands for the result of a call that returns nothing: one 0."""
+"""Mapping: kind of a call -> function that replays the call. If the function returns None, the call returns
+nothing, and its recorded result is one 0."""
 
 
 def _calls(records: Iterator[Record]) -> Iterator[tuple[Record, str]]:
-    """Yield each record, and the name of the exception that the call raised; "" if it raised none."""
+    """Yield each record with the name of the exception that its call raised, or "" if there was none."""
     previous: Record | None = None
     for record in records:
         is_error = record.call is Call.RAISED

@@ -12,10 +12,12 @@ from kvoffload.calls.replay import CallReplay, Outcome
 def replay_series(paths: Sequence[Path], progress: Callable[[float], None] = lambda done: None) -> Outcome:
     """Replay the parts of a recording (`parts.parts_of`), up to the first difference.
 
-    Each part begins with its own state. A part without a state continues the replay of the part before.
+    Each part begins with its own state. If a part has no state, its replay continues with the state of the
+    previous part.
 
     Returns:
-        The outcome of all parts together. Numbers of calls count from the beginning of a part.
+        The outcome of all parts together. The number of a differing call counts from the beginning of its
+        part.
 
     Raises: `TraceError` for a part that cannot be replayed; `OSError` for a file that cannot be read.
     """

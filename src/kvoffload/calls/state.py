@@ -1,7 +1,8 @@
-"""The state of a replay as bytes, with which a part of a recording begins.
+"""The encoded state of a replay. A part of a recording begins with it.
 
 Owns the encoding: a pickle (protocol 5), compressed with zstd. The reader accepts only classes that hold a
-manager's state, so a file cannot name other code. Slot numbers are not checked, and kernels trust them.
+manager's state, so a file cannot make it import other code. Slot numbers are not checked, although kernels
+trust them. So replay only recordings from a source that you trust.
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ class Difference:
     Positions after the first different token are not compared, because their contexts differ.
 
     Attributes:
-        size: difference of the log-probabilities of `token`; a lower bound if only one answer lists `token`.
+        size: difference between the two log-probabilities of `token`. If only one answer lists `token`, a
+            lower bound of the difference.
         position: position of the difference among the generated tokens, from 0.
         token: the token whose log-probabilities differ most.
         logprobs: log-probability of `token` in the reference and in the other answer; None if not listed.

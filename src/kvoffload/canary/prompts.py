@@ -1,7 +1,7 @@
 """Prompts of the canary: generated, or read from a file.
 
 The lengths of generated prompts are around block and chunk boundaries. A generated prompt is a list of
-records, and a question about one of them. In this way every part of the KV matters for some answer.
+records and a question about one of the records. So every part of the KV cache influences some answer.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ class Prompt:
     """A prompt.
 
     Attributes:
-        name: for reports.
+        name: name in reports.
         content: text or token ids.
-        family: prompts of a family share a beginning, and are sent with one cache salt.
+        family: name of the prompt's family. Prompts of a family have a common beginning and are sent with the
+            same cache salt.
     """
 
     name: str
@@ -80,8 +81,8 @@ def generated(
     Half of the prompts are single, a quarter share beginnings, and a quarter are turns of conversations.
 
     Args:
-        token_ids: range of random token ids, for servers whose tokenizer knows no English; None for English
-            text.
+        token_ids: range of token ids for prompts of random tokens, for servers whose tokenizer knows no
+            English. None: the prompts are English text.
 
     Raises: `ConfigError` if the server's tokenizer maps English text to too few different tokens.
     """
@@ -125,7 +126,8 @@ class _Builder:
         return contents
 
     def _records(self, length: int) -> list[Any]:
-        """Return `length` elements: token ids, or pieces of text of about one token."""
+        """Return `length` elements: token ids or, without a tokenizer, pieces of text of about one token
+        each."""
         if self._ids is not None:
             return [self._rng.choice(self._ids) for _ in range(length)]
         text = ""
@@ -162,7 +164,7 @@ class _Builder:
 
 
 def filler(rng: random.Random, length: int, like: Prompt) -> Prompt:
-    """Return a random prompt that is in no cache: about `length` tokens of the prompt `like`."""
+    """Return a prompt that is in no cache: about `length` random words or token ids of the prompt `like`."""
     if isinstance(like.content, str):
         pieces = like.content.split() or ["filler"]
         return Prompt("filler", " ".join(rng.choice(pieces) for _ in range(length)), "filler")
@@ -172,7 +174,7 @@ def filler(rng: random.Random, length: int, like: Prompt) -> Prompt:
 def read_prompts(path: Path) -> list[Prompt]:
     """Read prompts: JSON lines with ``prompt`` (text or token ids) and, optionally, ``family``.
 
-    Raises `ConfigError` with the line.
+    Raises: `ConfigError` that names the line.
     """
     try:
         lines = path.read_text().splitlines()

@@ -18,8 +18,8 @@ from kvoffload.canary.verdict import Judgement, Verdict, judge
 from kvoffload.errors import CanaryError
 
 _FILLING = 1.25
-"""Number of filler tokens for each token of the device's cache. Above 1, because the device may drop new
-blocks before old blocks."""
+"""Number of filler tokens to send for each token of the device's cache. It is above 1, because the device may
+drop new blocks before old blocks."""
 _MOST_DIFFERENCES = 10
 _MOST_FILLER_TOKENS = 4096
 
@@ -33,11 +33,11 @@ class CanaryOptions:
     Args:
         seed: seed of the prompts, salts and fillers.
         answer_tokens: number of generated tokens for each prompt.
-        concurrency: limit of concurrent requests in the concurrent phases.
-        may_reset: True to empty the device's cache with ``POST /reset_prefix_cache``; False to use filler
-            prompts.
-        device_tokens: size of the device's KV cache in tokens; None to ask the server. Fillers exceed this
-            size.
+        concurrency: largest number of concurrent requests, in the phases that send requests concurrently.
+        may_reset: True to empty the device's cache with ``POST /reset_prefix_cache``. False to empty it by
+            filler prompts.
+        device_tokens: size of the device's KV cache in tokens; None to ask the server. The filler prompts
+            have more tokens.
         filler_tokens: length of a filler prompt, in tokens.
     """
 
@@ -87,8 +87,8 @@ class CanaryReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         reasons: reasons for the verdict, one sentence each.
-        noise: largest difference of sound answers.
-        threshold: differences above it are alarms.
+        noise: largest difference between sound answers (see `verdict`), in log-probability.
+        threshold: a difference above the threshold is an alarm, in log-probability.
         confidence: see `verdict.Judgement`.
         differences: the largest differences of answers from caches, in descending order.
         tokens_sent: number of prompt tokens sent, including fillers.
@@ -124,7 +124,7 @@ class Canary:
     Args:
         on_phase: called when a phase begins.
 
-    Cost: seven requests for each prompt, and filler prompts that fill the device's cache twice.
+    Cost: seven requests for each prompt, and enough filler prompts to fill the device's cache twice.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class Canary:
     def _device_phase(self, salts: Sequence[str]) -> _Phase:
         """Send each prompt twice in a row; returns the second answers.
 
-        None replaces a second answer that did not come from the device alone.
+        The result has None for a prompt whose second answer did not come from the device's cache alone.
         """
         name = "from the device"
         self._on_phase(name)
@@ -231,7 +231,7 @@ class Canary:
 
 
 class _Phases:
-    """Answers of all phases, compared with the reference."""
+    """Answers of all phases, compared with the answers of the reference phase."""
 
     def __init__(
         self,

@@ -27,8 +27,8 @@ class Counters:
     Attributes:
         tier_tokens: prompt tokens loaded from the tiers behind the device.
         device_tokens: prompt tokens found in the device's prefix cache.
-        preemptions: number of preempted requests. The tiers may load their blocks again; vLLM does not count
-            such loads as hits.
+        preemptions: number of preempted requests. The blocks of such a request may be loaded again from the
+            tiers, and vLLM does not count these loads as hits.
     """
 
     tier_tokens: float | None

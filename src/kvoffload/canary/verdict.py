@@ -1,4 +1,7 @@
-"""Verdict of a canary run. Differences of answers from the caches are compared with the engine's noise."""
+"""Verdict of a canary run: compares the differences of answers from the caches with the engine's noise.
+
+Noise is the differences between *sound* answers to the same prompt. Sound answers are computed, or come from
+the device's cache and raised no alarm."""
 
 from __future__ import annotations
 
@@ -8,21 +11,24 @@ from dataclasses import dataclass
 from enum import Enum
 
 NOISE_FACTOR = 4.0
-"""A difference is an alarm if it exceeds this multiple of the largest difference between sound answers."""
+"""A difference is an alarm if it exceeds this multiple of the noise: of the largest difference between sound
+answers."""
 LEAST_ALARM = 0.02
-"""Smallest threshold of an alarm, in log-probability. A noise of 0 can grow in the next run."""
+"""Smallest threshold of an alarm, in log-probability. If the noise of a run is 0, it may still be larger in
+the next run."""
 LEAST_DEVICE_ALARM = 0.5
-"""Smallest threshold if no answer in the noise rounds like the answers from the cache."""
+"""Smallest threshold, in log-probability, if no sound answer was rounded in the same way as the answers from
+the cache."""
 _LEAST_SHIFT, _SURE = 0.01, 1 - 1e-6
 
 
 class Verdict(str, Enum):
     """Result of a run.
 
-    EQUAL: the tokens of all answers are equal, and no difference exceeds the noise.
-    WITHIN_NOISE: some token or log-probability differs, but not more than sound answers do.
-    DIFFERENT: an answer from a cache differs by more than the noise.
-    NOT_SHOWN: the server reports no hits in its tiers, so nothing is known about the tiers.
+    - EQUAL: the tokens of all answers are equal, and no difference exceeds the noise.
+    - WITHIN_NOISE: some token or log-probability differs, but by no more than sound answers differ.
+    - DIFFERENT: an answer from a cache differs by more than the noise.
+    - NOT_SHOWN: the server reports no hits in its tiers, so nothing is known about the tiers.
     """
 
     EQUAL = "equal"
@@ -33,16 +39,17 @@ class Verdict(str, Enum):
 
 @dataclass(frozen=True)
 class Judgement:
-    """Judgement of answers from a cache: their differences are compared with the noise.
+    """Judgement of answers from a cache: their differences from the reference are compared with the noise.
 
     Attributes:
-        is_alarm: True if a difference exceeds `threshold`. Also True for a shift: the answers round like the
-            noise, at least half of their differences exceed all noise, and `confidence` is almost 1.
+        is_alarm: True if a difference exceeds `threshold`, or if most answers have a small shift. A shift is
+            an alarm if `rounds_alike` is True, at least half of the differences exceed all noise, and
+            `confidence` is almost 1.
         threshold: limit of a difference, in log-probability.
-        noise: largest difference of sound answers.
-        largest: largest difference of answers from the cache.
-        confidence: 1 minus the probability that as many differences exceed all noise by chance; 0 if no
-            difference exceeds all noise.
+        noise: largest difference between sound answers, in log-probability.
+        largest: largest difference of an answer from the cache, in log-probability.
+        confidence: 1 minus the probability that as many differences of cached answers exceed all noise by
+            chance. It is 0 if none exceeds all noise.
     """
 
     is_alarm: bool
@@ -53,13 +60,13 @@ class Judgement:
 
 
 def judge(noise: Sequence[float], measured: Sequence[float], *, rounds_alike: bool = True) -> Judgement:
-    """Judge differences from a cache.
+    """Judge the differences of answers from a cache.
 
     Args:
-        noise: differences of sound answers to the same prompts.
+        noise: differences between sound answers to the same prompts.
         measured: differences of answers from the cache.
-        rounds_alike: False if no answer in the noise rounds like the answers from the cache. The threshold is
-            then at least `LEAST_DEVICE_ALARM`, and small shifts are no alarm.
+        rounds_alike: True if some sound answers were rounded in the same way as the answers from the cache.
+            If False, the threshold is at least `LEAST_DEVICE_ALARM`, and a shift is no alarm.
     """
     loudest, largest = max(noise, default=0.0), max(measured, default=0.0)
     threshold = max(LEAST_ALARM if rounds_alike else LEAST_DEVICE_ALARM, NOISE_FACTOR * loudest)
@@ -73,7 +80,7 @@ def judge(noise: Sequence[float], measured: Sequence[float], *, rounds_alike: bo
 def _confidence(noise: Sequence[float], measured: Sequence[float]) -> float:
     """Return 1 minus the probability that the k largest differences are all in `measured` by chance.
 
-    k is the number of measured differences that exceed all noise. If k is 0, or there is no noise, returns 0.
+    k is the number of measured differences that exceed all noise. Returns 0 if k is 0 or if `noise` is empty.
     Source: exact permutation test.
     """
     loudest = max(noise, default=0.0)
