@@ -14,8 +14,8 @@ from kvoffload.text import duration, percent, size
 from kvoffload.traces.trace import Trace
 
 HIT_POINTS, TTFT_SHARE, BYTES_SHARE, REQUESTS_SHARE = 0.02, 0.15, 0.1, 0.02
-"""Largest differences that count as close. A difference of hits is a share of the prompt tokens. A difference
-of another quantity is a share of the server's value."""
+"""Largest differences that count as close. `HIT_POINTS` is a share of all prompt tokens. Each other limit is
+a share of the server's value."""
 _PLACE_TEXTS = {GPU: "hits on the GPU", RAM: "hits in RAM", TIERS: "hits in tiers"}
 
 
@@ -28,9 +28,9 @@ class Verdict(Enum):
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """Predicted totals of a server. The fields are as in `Served`.
+    """Predicted totals of a server. A field has the meaning of the field in `Served`.
 
-    A field is None if the replay does not predict it.
+    A field is None if the replay does not predict the quantity.
     """
 
     requests: int
@@ -47,7 +47,10 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of_replay(cls, report: ReplayReport, trace: Trace, block_bytes: int | None) -> Prediction:
-        """Return the prediction of ``replay``. `block_bytes`: bytes of KV in a block; None if unknown."""
+        """Return the prediction of ``kvoffload replay``.
+
+        `block_bytes`: bytes of KV in a block; None if unknown.
+        """
         stored = report.blocks_written - report.blocks_promoted
         return _prediction(
             report, trace, report.device_hit_blocks, [tier.hit_blocks for tier in report.tiers],
@@ -57,7 +60,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of_simulation(cls, report: TimedReport, trace: Trace) -> Prediction:
-        """Return the prediction of ``simulate``."""
+        """Return the prediction of ``kvoffload simulate``."""
         run = report.with_offload
         links = {link.name: link.bytes_moved for link in run.links}
         return _prediction(
@@ -67,7 +70,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of_engines(cls, engines: Sequence[Prediction], ttft_mean_s: float | None = None) -> Prediction:
-        """Sum the predictions of engines of equal size that share no cache.
+        """Add up the predictions of engines that have equal sizes and share no cache.
 
         `ttft_mean_s`: mean time to first token of all requests; None if unknown.
         """

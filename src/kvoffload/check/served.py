@@ -15,14 +15,15 @@ from kvoffload.metrics.scrape import Sample, samples
 GPU, RAM, TIERS = "gpu", "ram", "tiers"
 PLACES = (GPU, RAM, TIERS)
 _PLACE_OF_SOURCE = {"device": GPU, "host": RAM}
-"""vLLM's name for a source of cached tokens -> place. Other names are tiers behind RAM, or other engines."""
+"""Mapping: vLLM's name for a source of cached tokens -> place. Every other name stands for a tier behind RAM
+or for another engine, and counts as `TIERS`."""
 _TIMEOUT_S = 10.0
 _NEEDED = "vLLM's metrics with offloading by kvoffload"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """Totals of a server since its start, over all engines that the scrape shows.
+    """Totals of a server since its start, summed over all engines in the scrape.
 
     Attributes:
         requests: number of finished requests.
@@ -35,7 +36,8 @@ class Served:
         capacity_blocks: number of slots of RAM, summed over all engines; 0 if the server does not report it.
         device_blocks: number of usable blocks in one engine's GPU cache; 0 if unknown.
         device_block_tokens: number of tokens in a block of the GPU's cache; 0 if unknown.
-        policies: names of RAM's eviction policies. A policy that reports no state is missing.
+        policies: names of the eviction policies of RAM. A policy that reports no state is missing from this
+            field.
         engines: number of engines that report the size of their RAM.
         tier_blocks: for each tier behind RAM, its capacity in blocks, summed over all engines; 0 if unknown.
     """
@@ -62,7 +64,7 @@ class Served:
     def since(self, before: Served) -> Served:
         """Return the increase of all totals since an earlier scrape.
 
-        Raises: `ConfigError` if a total has shrunk, because the server was restarted.
+        Raises: `ConfigError` if a total has shrunk, because then the server was restarted in between.
         """
         grown = {
             total.name: getattr(self, total.name) - getattr(before, total.name)
@@ -84,7 +86,7 @@ def read_served(option: str, source: str) -> Served:
         option: name of the option, for messages.
         source: ``http://HOST:PORT``, with or without ``/metrics``, or a file with a saved scrape.
 
-    Raises: `ConfigError` if there are no metrics of vLLM with kvoffload.
+    Raises: `ConfigError` if the source has no metrics of vLLM with kvoffload.
     """
     return served(option, source, samples(_text(option, source)))
 

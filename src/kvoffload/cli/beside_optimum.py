@@ -1,4 +1,6 @@
-"""Hit ratios of LRU and of the optimum at several capacities. No policy gains more than their difference."""
+"""Hit ratios of LRU and of the optimum at several capacities.
+
+The difference is the most that any policy can gain over LRU."""
 
 from __future__ import annotations
 

@@ -47,7 +47,10 @@ class CalibrateOptions:
         )  # fmt: skip
 
     def rest(self) -> Machine | None:
-        """Return the class of ``--rest-from``. Raises `ConfigError`."""
+        """Return the machine of ``--rest-from``, which fills in the unknown quantities.
+
+        Raises `ConfigError`.
+        """
         return None if self.rest_from is None else parse_class(self.rest_from)
 
     def check(self) -> None:
@@ -68,8 +71,8 @@ class CalibrateOptions:
 def command(options: CalibrateOptions) -> None:
     """Measure this machine: memory, GPU copies, a disk, and the speed of a server with prompts.
 
-    Quantities that are absent or not requested stay unknown. Run it on an idle machine. With --url, the API
-    key is read from OPENAI_API_KEY.
+    A quantity stays unknown if the machine lacks the part or if you do not ask for it. Run this command on an
+    idle machine. With --url, the API key is read from OPENAI_API_KEY.
     """
     out = options.out
     machine = calibrate(options.calibration(), lambda line: _report(line, options.quiet))

@@ -95,14 +95,15 @@ class Options(FormatOptions, QuietOptions):
 @click.command()
 @options_of(Options)
 def canary(options: Options) -> None:
-    """Check that URL, an OpenAI-compatible server, answers from its caches as it computes.
+    """Check that an OpenAI-compatible server at URL gives the same answers from its caches as by computation.
 
-    Gets every answer three times: computed, from the device's cache, and from the tiers behind it. Compares
-    tokens and log-probabilities, with the engine's own noise as the measure. The requests have a cache_salt,
-    so no other request hits their blocks. The API key is in OPENAI_API_KEY.
+    Compares three kinds of answers to each prompt: computed, from the device's cache, and from the tiers
+    behind the device. Tokens and log-probabilities may differ by no more than the engine's own noise. The
+    requests have a cache_salt, so other requests do not use their blocks. The API key is read from
+    OPENAI_API_KEY.
 
-    Exit code 0: equal or within-noise. 1: different. 3: not-shown, because the server reports no hits in its
-    tiers. 2: no result.
+    Exit code 0: equal or within-noise. 1: different. 2: no result. 3: not-shown, because the server reports
+    no hits in its tiers.
     """
     server = Server(
         options.url,
@@ -127,7 +128,10 @@ def canary(options: Options) -> None:
 
 
 def _attempt(server: Server, options: Options) -> CanaryReport | None:
-    """Run the canary once, for ``--watch``. Returns None, after an error message, if there is no answer."""
+    """Run the canary once, for ``--watch``.
+
+    If the server does not answer, print an error message and return None.
+    """
     try:
         report = _run(server, options)
     except CanaryError as error:

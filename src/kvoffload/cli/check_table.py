@@ -26,7 +26,7 @@ def show_checked(
     is_json: bool,
     output: Path | None,
 ) -> None:
-    """Print a report and the check, if there is one. In JSON the check is the field ``check``."""
+    """Print a report and, if there is one, the check. In JSON the check is in the field ``check``."""
     json = report.to_json()
     if checked is not None:
         table = Group(table, checked_table(checked))
@@ -35,7 +35,10 @@ def show_checked(
 
 
 def exit_with(checked: Check | None) -> None:
-    """Exit with the code of a check. Returns if everything is close, or if there is no check."""
+    """Exit with the exit code of a check.
+
+    Return if the check found everything close, or if there is no check.
+    """
     if checked is not None and (code := _EXIT_CODES[Verdict(checked.verdict)]):
         raise SystemExit(code)
 

@@ -53,12 +53,15 @@ def disk() -> None:
 @disk.command()
 @options_of(ReportOptions)
 def inspect(options: ReportOptions) -> None:
-    """List the blocks of PATH, a directory or a slab: counts, sizes and ages by model, last used first.
+    """List the blocks of PATH, a slab or a directory with slabs: counts, sizes and ages by model.
 
-    If slabs have different producers, the list shows their differences from the slab used last, whose value
-    comes first: `rope_theta: 10000 / 1000000`. `--format json` has all fields.
+    The model used last comes first.
 
-    Reads only the journal. Works while a process has PATH open; recent changes may then be missing.
+    If slabs have different producers, the list shows how each slab differs from the slab used last, for
+    example `rope_theta: 10000 / 1000000`. The first value belongs to the slab used last. `--format json`
+    shows all fields.
+
+    Reads only the journal. PATH may be open in another process, but then recent changes may be missing.
     """
     reports = inspect_slabs(options.path)
     if options.is_json:
@@ -72,10 +75,10 @@ def inspect(options: ReportOptions) -> None:
 @disk.command()
 @options_of(ReportOptions)
 def verify(options: ReportOptions) -> None:
-    """Read and verify every block of PATH, a directory or a slab.
+    """Read and verify every block of PATH, a slab or a directory with slabs.
 
-    Exit code 1 if a block is damaged; the damaged blocks are listed. A damaged block is a miss for an engine,
-    never a wrong answer. PATH must not be open in another process.
+    Lists the damaged blocks; the exit code is 1 if there are any. An engine treats a damaged block as a miss,
+    so it never causes a wrong answer. PATH must not be open in another process.
     """
     results = [_verified(slab) for slab in find_slabs(options.path)]
     if options.is_json:
@@ -119,7 +122,7 @@ def compact(options: PathOptions) -> None:
 @disk.command()
 @options_of(DeleteOptions)
 def rm(options: DeleteOptions) -> None:
-    """Delete PATH, a slab or all slabs of a directory, with every block in it.
+    """Delete PATH, a slab or a directory with slabs, with all its blocks.
 
     PATH must not be open in another process.
     """
@@ -134,7 +137,7 @@ def rm(options: DeleteOptions) -> None:
 
 @dataclass(frozen=True)
 class _Verified:
-    """Result of verifying one slab. `why` is the reason why the slab cannot be used, if it cannot."""
+    """Result of verifying one slab. If the slab cannot be used, `why` is the reason."""
 
     slab: Path
     num_blocks: int = 0

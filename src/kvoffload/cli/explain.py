@@ -64,7 +64,7 @@ class ExplainOptions(LoadedCacheOptions):
         problems.check()
 
     def _check_recording(self, problems: Problems) -> None:
-        """Refuse options that the kind of TRACE does not use."""
+        """Refuse options that have no meaning for this kind of TRACE."""
         with_tokens = has_tokens(self.trace, self.kind)
         if with_tokens and self.time_unit is not None:
             why = "leave it out: a recording with token ids or text has seconds, ms since 1970 or ISO 8601"
@@ -76,7 +76,7 @@ class ExplainOptions(LoadedCacheOptions):
             problems.add("tokenizer", str(self.tokenizer), why)
 
     def parsed_tiers(self) -> list[TierOptions]:
-        """Parse the tiers; all are simulated. Raises `ConfigError`."""
+        """Parse the tiers and replace each by a simulated tier. Raises `ConfigError`."""
         return [simulated_like("tiers", tier) for tier in super().parsed_tiers()]
 
     def recording(self) -> tuple[Trace, BlockTokens | None]:
@@ -94,11 +94,11 @@ class ExplainOptions(LoadedCacheOptions):
 @click.command()
 @options_of(ExplainOptions)
 def command(options: ExplainOptions) -> None:
-    """Replay TRACE and explain each missing block: why was it not in the cache?
+    """Replay TRACE and explain for each missing block why it was not in the cache.
 
-    TRACE is as for `kvoffload replay`, or a recording with token ids or text as for `kvoffload trace
-    convert`: then the tokens at which prompts differ are reported. Tiers are simulated: nothing is written.
-    docs/explain.md describes each reason.
+    TRACE is a trace as for `kvoffload replay`, or a recording with token ids or text as for
+    `kvoffload trace convert`. If TRACE is such a recording, the report also shows the tokens at which prompts
+    differ. Tiers are simulated, and nothing is written to them. docs/explain.md describes each reason.
     """
     trace, tokens = options.recording()
     if options.request is not None and options.request >= trace.requests:

@@ -1,7 +1,8 @@
 """Options of commands. A dataclass field holds an option's name, type, default, help and shared setting.
 
-``@options_of(Kind)`` turns the fields of a dataclass into the arguments and options of a command, and calls
-the command with a `Kind`. `settings.read.convert` reads the values: all mistakes are reported at once.
+``@options_of(Kind)`` turns the fields of a dataclass into the arguments and options of a command. The command
+is called with an instance of `Kind`. `settings.read.convert` reads the values, and all mistakes are reported
+at once.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ _METAVARS = {int: "N", float: "X", Size: "SIZE", Duration: "TIME"}
 
 
 def option(default: Any = dataclasses.MISSING, help: str | None = None, *flags: str, **details: Any) -> Any:
-    """Declare a dataclass field as an option; without a default it is required.
+    """Declare a dataclass field as an option. An option without `default` is required.
 
     Args:
-        flags: spellings of the option, if not ``--field-name``.
+        flags: spellings of the option. Default: ``--field-name``.
         details: `setting` (name in the environment and in ``--config``), `metavar`, and other arguments of
             `click.option`.
     """
@@ -124,7 +125,7 @@ def _name(declared: dataclasses.Field[Any]) -> str:
 
 
 def _is_text(hint: Any) -> bool:
-    """Return True if click passes the value of the option as text, which `convert` reads."""
+    """Return True if click passes the value of the option as text, so that `convert` must read it."""
     hint = without_none(hint)
     return hint not in (bool, str, Path) and typing.get_origin(hint) is not tuple
 
@@ -158,10 +159,12 @@ def _parameter(declared: dataclasses.Field[Any], hint: Any) -> Callable[[Command
 
 
 def _config_option(settings: dict[str, str]) -> Callable[[Command], Command]:
-    """Return a decorator for ``--config FILE``. Defaults come from this file and from ``KVOFFLOAD_*``.
+    """Return a decorator that adds ``--config FILE``.
+
+    Defaults of options come from this file and from variables ``KVOFFLOAD_*``.
 
     Args:
-        settings: shared setting -> field of the options.
+        settings: mapping: shared setting -> name of the field.
     """
 
     def set_defaults(ctx: click.Context, param: click.Parameter, value: Path | None) -> None:

@@ -15,6 +15,9 @@ MACHINE_HELP = (
 
 
 def find_machine(text: str, gpus: int = 1) -> Machine:
-    """Read a machine from a file, or create a machine of a class with `gpus` GPUs. Raises `ConfigError`."""
+    """Read the file `text`, or create a machine of the GPU class `text` with `gpus` GPUs.
+
+    Raises `ConfigError`.
+    """
     path = Path(text)
     return read_machine(path) if path.exists() or path.suffix == ".json" else parse_class(text, gpus)

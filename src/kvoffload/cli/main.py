@@ -34,7 +34,7 @@ _COMMANDS = {
     "warm": ("kvoffload.cli.warm:warm", "Compile every kernel now, for container images."),
     "vllm-config": ("kvoffload.cli.vllm_config:vllm_config", "Print the flag that makes vLLM offload."),
 }
-"""Location and help line of each command, so that the list of commands does not import numba."""
+"""Mapping: command -> its location and help line. With it, ``kvoffload --help`` need not import numba."""
 
 
 class _Commands(click.Group):

@@ -47,8 +47,8 @@ class MetricsOptions(FormatOptions, OutputOptions):
 def metrics(options: MetricsOptions) -> None:
     """List all metrics, or print the dashboard or the alert rules for them.
 
-    Import the dashboard in Grafana under Dashboards, New, Import. Name the rules in `rule_files` of
-    prometheus.yml. docs/operations.md has cause and remedy of each alarm.
+    Import the dashboard in Grafana under Dashboards, New, Import. List the file of rules in `rule_files` of
+    prometheus.yml. docs/operations.md describes the cause and remedy of each alarm.
     """
     prefix = _PREFIXES[options.source]
     if options.dashboard:

@@ -69,7 +69,7 @@ class ModelOptions:
         return size
 
     def required_block_bytes(self, block_tokens: int, reason: str) -> int:
-        """Return the bytes of a block. Raises `ConfigError` with the `reason` if they are unknown."""
+        """Return the bytes of a block. If they are unknown, raise `ConfigError` with the text `reason`."""
         size = self.known_block_bytes(block_tokens)
         if size is None:
             why = f"{reason}: give --model config.json, or --bytes-per-token 128KiB"
@@ -86,7 +86,8 @@ def _warn_once(subject: str, sentence: str) -> None:
 
 
 def warn_of_windows(model: str) -> None:
-    """Warn once per command if a model has sliding windows: a GPU then holds more tokens than computed."""
+    """Warn once per command if a model has sliding windows: a GPU then holds more tokens than our calculation
+    says."""
     count, num_layers = kv_bytes.sliding_layers(model)
     if count:
         _warn_once(
@@ -97,7 +98,8 @@ def warn_of_windows(model: str) -> None:
 
 
 def warn_of_copies(model: str, gpus: int, *, has_gpu_tokens: bool) -> None:
-    """Warn once per command if GPUs with tensor parallelism store copies, so that they hold fewer tokens.
+    """Warn once per command if several GPUs of an engine store the same KV, so that they hold fewer tokens
+    than assumed.
 
     Args:
         gpus: number of GPUs of an engine.
@@ -157,11 +159,11 @@ def warn(sentences: Iterable[str]) -> None:
 
 
 def warn_of_small_tiers(ram: str, ram_size: int, tiers: Mapping[str, int]) -> None:
-    """Warn of each tier that is smaller than the RAM or the tier before it.
+    """Warn of each tier that is smaller than the tier (or RAM) in front of it.
 
     Args:
         ram: size of RAM as typed.
-        tiers: tiers as typed -> sizes in the unit of `ram_size`, from the fastest to the slowest.
+        tiers: mapping: tier as typed -> size in the unit of `ram_size`. The fastest tier comes first.
     """
     before, size_before = f"RAM of {ram}", ram_size
     for tier, tier_size in tiers.items():
@@ -209,7 +211,8 @@ class TiersOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """Options for assumptions that no trace records: when requests end, and how many wait."""
+    """Options for facts that no trace records: the time at which a request ends, and the number of waiting
+    requests."""
 
     decode_tokens_per_s: Positive | None = option(
         None, "Generation speed in tokens/s: a request ends with its answer. If not given, at once."
@@ -228,9 +231,9 @@ class OutputOptions:
     force: bool = option(False, "Replace existing files.")
 
     def check_outputs(self, problems: Problems, **others: Path | None) -> None:
-        """Check that no existing file is replaced without ``--force``.
+        """Check that without ``--force`` no existing file would be replaced.
 
-        `others`: files of the command's other options, by name of the option.
+        `others`: output files of the command's other options, by name of the option.
         """
         for name, path in {"output": self.output, **others}.items():
             with problems:
@@ -240,7 +243,7 @@ class OutputOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkOptions:
-    """Options of many replays: workers, files and confidence intervals."""
+    """Options of commands that run many replays: workers, files and confidence intervals."""
 
     jobs: Count | None = option(None, "Processes; one for each CPU if not given.")
     scheduler: str | None = option(None, "Replay on a running Dask cluster.", metavar="tcp://HOST:PORT")
@@ -268,7 +271,7 @@ class ReplicaOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class InstancesOptions(ReplicaOptions):
-    """Options for several engines. Each has RAM of the given size, or all share one pool."""
+    """Options for several engines. Each engine has RAM of the given size, or all engines share one pool."""
 
     instances: Instances = option(
         1,

@@ -28,9 +28,9 @@ _LIST_BELOW = 60
 
 
 class Terminal(Console):
-    """Console of standard output. If the reader of a pipe is gone (``| head``), raises `BrokenPipeError`.
+    """Console of standard output. If the reader of a pipe is gone (``| head``), it raises `BrokenPipeError`.
 
-    Rich would exit with 1, the code of a failed check.
+    Rich's own console would exit with code 1 instead, which in our commands means a failed check.
     """
 
     def on_broken_pipe(self) -> None:
@@ -56,7 +56,9 @@ def plain_text(shown: RenderableType, width: int = _WIDTH) -> bytes:
 
 
 def check_output(field: str, path: Path, *, force: bool) -> None:
-    """Raise `ConfigError` if the output file exists or cannot be written. Call it before the work.
+    """Raise `ConfigError` if the output file exists or cannot be written.
+
+    Call this function before the work starts.
 
     With `force` an existing file is accepted; its content is kept until the output is written.
     """
@@ -84,7 +86,7 @@ def write_output(field: str, path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def progress_bar(label: str, total: float, quiet: bool) -> Iterator[Callable[[float], None]]:
-    """Show a progress bar, if standard error is a terminal. Yields a function to report the amount done."""
+    """Show a progress bar if standard error is a terminal. Yields a function that reports the amount done."""
     console = Console(stderr=True)
     hidden = quiet or not console.is_terminal
     with Progress(*bar_columns(), console=console, transient=True, disable=hidden) as bar:
@@ -100,7 +102,7 @@ def bar_columns() -> tuple[ProgressColumn, ...]:
 
 @contextlib.contextmanager
 def tiers_silenced() -> Iterator[None]:
-    """Hide the warnings of simulated tiers, because the report states the same facts."""
+    """Hide log warnings about simulated tiers, because the report states the same facts."""
     log = logging.getLogger("kvoffload.tiering")
     before = log.level
     log.setLevel(logging.ERROR)
@@ -148,10 +150,10 @@ class _TerminalTable:
 
 
 def terminal_table(table: Table, *, width: int | None = None, pad_edge: bool = True) -> RenderableType:
-    """Render a table for the terminal; the last column takes the remaining width and may fold.
+    """Render a table for the terminal. The last column takes the remaining width and may wrap.
 
-    If the terminal has less than 60 columns, a table that does not fit becomes a list, so that no cell is cut
-    off.
+    If the terminal has less than 60 characters per line, a table that does not fit becomes a list, so that no
+    cell is cut off.
     """
     return _TerminalTable(table, width, pad_edge)
 

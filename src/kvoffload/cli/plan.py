@@ -47,9 +47,9 @@ from kvoffload.traces.compressed import is_stream
 from kvoffload.traces.sources import block_tokens_of
 
 _SSD_PATH = "/data/kv"
-"""Placeholder of the SSDs in the flag for vLLM."""
+"""Placeholder for the path of the SSDs in the flag for vLLM."""
 _SERVER = "cache-server-{number}:6379"
-"""Placeholder of a cache server in the flag for vLLM."""
+"""Placeholder for the address of a cache server in the flag for vLLM."""
 
 
 def _show_prices(ctx: click.Context, param: click.Parameter, value: bool) -> None:
@@ -168,7 +168,10 @@ class PlanOptions(
         )  # fmt: skip
 
     def present(self, fleet: Fleet) -> Present | None:
-        """Return the server of ``--check`` with its set-up; None without one. Raises `ConfigError`."""
+        """Return the server of ``--check`` with its set-up; None without ``--check``.
+
+        Raises `ConfigError`.
+        """
         if (server := self.served()) is None:
             return None
         block_tokens = block_tokens_of(self.trace, self.block_tokens)
@@ -180,16 +183,16 @@ class PlanOptions(
 @click.option("--show-prices", is_flag=True, is_eager=True, expose_value=False, callback=_show_prices,
               help="Print a file of prices with the defaults, and exit.")  # fmt: skip
 def plan(options: PlanOptions) -> None:
-    """Recommend RAM, SSDs and cache servers to buy for engines with the requests of TRACE.
+    """Recommend RAM, SSDs and cache servers to buy for engines that serve the requests of TRACE.
 
     TRACE is a file (Mooncake JSONL, also .gz, .xz or .zst), or a built-in workload: chat, agent, rag. Every
-    number is measured in a replay; none is interpolated. Infeasible purchases (too many writes for the SSDs,
+    number comes from a replay; none is interpolated. Infeasible purchases (too many writes for the SSDs,
     links too slow, price above the budget) are shown with the reason. Exit code 1 if no feasible purchase
     reaches the target.
 
-    With --check the present set-up of a running server is also replayed, and the replay is compared with the
-    server's metrics. The exit code is 1 if the server's numbers differ, and 3 if server and recording have
-    different requests.
+    With --check the present set-up of a running server is also replayed, and the result is compared with the
+    server's metrics. The exit code is 1 if they differ, and 3 if server and recording have different
+    requests.
     """
     fleet = options.fleet()
     present = options.present(fleet)
@@ -221,7 +224,7 @@ def plan(options: PlanOptions) -> None:
 
 
 def _vllm_flag(answer: PlanAnswer, fleet: Fleet) -> str:
-    """Return the flag for each engine; empty if no RAM is bought."""
+    """Return the flag for each engine, or an empty text if no RAM is bought."""
     row = answer.chosen
     if not row.ram_modules:
         return ""

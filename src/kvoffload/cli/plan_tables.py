@@ -16,7 +16,8 @@ from kvoffload.plan.rows import PlanRow
 
 _WIDEST = 120
 _ROOMY, _NARROW = 110, 6
-"""Terminal width from which all columns of the table are shown; number of columns in a narrower terminal."""
+"""`_ROOMY`: terminal width from which all columns of the table are shown. `_NARROW`: number of first columns
+that a narrower terminal shows before the last column."""
 
 
 def tables(answer: PlanAnswer, width: int = _WIDEST) -> Iterator[RenderableType]:

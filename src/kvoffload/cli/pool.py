@@ -36,7 +36,7 @@ class NameOptions(ListOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class RemoveOptions:
-    """Options to remove a pool: its name, its directory, and whether to ask before."""
+    """Options to remove a pool: its name, its directory, and a switch to skip the question."""
 
     name: str = argument()
     yes: bool = option(False, "Do not ask.")
@@ -71,7 +71,8 @@ def ls(options: ListOptions) -> None:
 @pool.command()
 @options_of(NameOptions)
 def inspect(options: NameOptions) -> None:
-    """Show the pool NAME: memory, blocks, counts, engines, and the facts that its engines share."""
+    """Show the pool NAME: memory, blocks, counts, engines, and the settings that are equal in all its
+    engines."""
     report = _report(find(options.name, _checked(options.root)))
     if options.is_json:
         click.echo(json.dumps(report, indent=2))
@@ -82,7 +83,7 @@ def inspect(options: NameOptions) -> None:
 @pool.command()
 @options_of(RemoveOptions)
 def rm(options: RemoveOptions) -> None:
-    """Remove the pool NAME, with every block in it. No process may use the pool."""
+    """Remove the pool NAME, with every block in it. Stop all engines of the pool first."""
     status = find(options.name, _checked(options.root))
     if not options.yes:
         click.confirm(f"Remove the pool {status.name} of {size(status.num_bytes)}?", abort=True)

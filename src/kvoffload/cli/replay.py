@@ -79,7 +79,7 @@ class CacheOptions(
     )
 
     def check_sizes(self, problems: Problems, block_bytes: int | None) -> None:
-        """Check the capacities, as far as this is possible before the trace is read."""
+        """Check the capacities as far as possible, before the trace is read."""
         with problems:
             parse_capacity("capacity", self.capacity, block_bytes, ANY_TRACE)
         with problems:
@@ -136,10 +136,10 @@ class CacheOptions(
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedCacheOptions(CacheOptions, LoadOptions):
-    """Options of replays without simulated time: the caches, and the assumed engine."""
+    """Options of replays without simulated time: the caches and the assumed load."""
 
     def config(self, trace: Trace, block_bytes: int | None) -> ReplayConfig:
-        """Create the configuration of the replay: the caches and the assumed engine."""
+        """Create the configuration of the replay: the caches and the assumed load."""
         return replace(
             super().config(trace, block_bytes),
             decode_tokens_per_s=self.decode_tokens_per_s or 0.0,
@@ -165,7 +165,7 @@ class ServerOptions:
     )
 
     def served(self) -> Served | None:
-        """Read the server of ``--check``; None without one. Raises `ConfigError`."""
+        """Read the metrics of the server of ``--check``; None without ``--check``. Raises `ConfigError`."""
         if self.server is None:
             if self.since is not None:
                 raise ConfigError("since", self.since, "it needs --check")
@@ -249,8 +249,10 @@ class ReplayOptions(LoadedCacheOptions, ServerOptions):
         return parse_injection(self.inject, self.seed) if self.inject else None
 
     def data(self, trace: Trace, config: ReplayConfig) -> list[DataPlane]:
-        """Create a data plane for each manager; an empty list for ``--no-data``. Raises `ConfigError` if the
-        blocks do not fit in the free memory."""
+        """Create a data plane for each manager, or return an empty list for ``--no-data``.
+
+        Raises: `ConfigError` if the blocks do not fit in the free memory.
+        """
         if self.no_data:
             return []
         managers = config.instances if self.has_managers else 1
@@ -275,14 +277,15 @@ class ReplayOptions(LoadedCacheOptions, ServerOptions):
 def replay(options: ReplayOptions) -> None:
     """Replay TRACE through the offloading manager and report the saving.
 
-    TRACE is a file (Mooncake JSONL, also .gz, .xz or .zst), or a built-in workload: chat, agent, rag.
-    Blocks are stored, evicted, loaded and verified with real bytes. Their contents are computed from their
-    keys, so that every wrong byte is found. Exit code 1 if a wrong byte was served. With --check the exit
-    code is 1 if the server's numbers differ, and 3 if server and recording have different requests.
+    TRACE is a file (Mooncake JSONL, also .gz, .xz or .zst), or a built-in workload: chat, agent, rag. Blocks
+    are stored, evicted, loaded and verified with real bytes. The bytes of a block are computed from its key,
+    so every wrong byte is found. The exit code is 1 if a wrong byte was served. With --check the exit code is
+    also 1 if the server's numbers differ, and it is 3 if server and recording have different requests.
 
-    With `--as-recorded`, TRACE is an engine's recording of calls: they are repeated on a new manager, and
-    every decision is compared. Exit code 1 at the first difference, which is shown with its context.
-    NAME.calls stands for all parts of the recording that exist, NAME.part3.calls for one part.
+    With `--as-recorded`, TRACE is an engine's recording of calls. The calls are repeated on a new manager,
+    and every decision is compared. The replay ends at the first difference, shows it with its context, and
+    exits with code 1. Give NAME.calls to replay all parts of the recording that exist, or NAME.part3.calls to
+    replay only this part.
     """
     if options.as_recorded:
         path = Path(options.trace)

@@ -26,7 +26,7 @@ _SHOWN_BLOCKS, _SHOWN_NUMBERS = 20, 32
 
 
 def check_alone() -> None:
-    """Check that no option was given that the recording determines. Raises `ConfigError`."""
+    """Check that the user gave no option that the recording determines. Raises `ConfigError`."""
     context = click.get_current_context()
     given = [
         name
@@ -42,7 +42,7 @@ def check_alone() -> None:
 def replay_calls(path: Path, *, is_json: bool, output: Path | None, quiet: bool) -> bool:
     """Replay a recording and show the outcome; returns True if all decisions are equal.
 
-    `path`: a part of the recording. The first part stands for all parts that exist.
+    `path`: path of a part of the recording. The path of the first part means all parts that exist.
     """
     parts = parts_of(path) or [path]
     try:
@@ -139,7 +139,7 @@ _OF_PLANS = {call.name.lower() for call in (Call.COMPLETE_LOAD, Call.UNPIN, Call
 
 
 def _short(value: Any) -> str:
-    """Format a result. Long lists are cut, and end with their length."""
+    """Format a result. A long list is cut off and ends with its length."""
     if isinstance(value, list) and len(value) > _SHOWN_NUMBERS:
         return f"{', '.join(map(str, value[:_SHOWN_NUMBERS]))}, ... ({len(value):,})"
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -13,8 +13,8 @@ from kvoffload.whatif.estimate import with_error
 from kvoffload.whatif.setting import CURRENT
 
 _ENOUGH_TO_MEASURE = 10_000
-"""The time per reference is shown only for at least this many references. With fewer, start-up time
-dominates."""
+"""Smallest number of references for which the time per reference is shown. With fewer references, the
+start-up time dominates."""
 
 
 def table(report: ReplayReport) -> RenderableType:

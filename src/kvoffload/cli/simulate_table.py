@@ -24,7 +24,7 @@ _PROMPTS = (
     "as recorded; the last token is always computed",
     "end with their last full block, which is always computed",
 )
-"""Note on the lengths of prompts: recorded, or only whole blocks."""
+"""Notes on the lengths of prompts. First: the trace has exact lengths. Second: it has only whole blocks."""
 
 
 def table(report: TimedReport) -> RenderableType:
@@ -94,9 +94,11 @@ def _summary(report: TimedReport) -> RenderableType:
 
 
 def _has_endless_queue(report: TimedReport, run: TimedOutcome) -> bool:
-    """Return True if requests arrive faster than they are served: waits then depend on the trace's length.
+    """Return True if requests arrive faster than they are served.
 
-    Never with `at_once`, because requests then arrive when others end.
+    Waits then grow with the length of the trace.
+
+    Returns False with `at_once`, because then a request arrives only when another request ends.
     """
     return run.is_overloaded and not report.at_once
 

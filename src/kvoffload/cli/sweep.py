@@ -100,7 +100,10 @@ class SweepOptions(
         )
 
     def _block_bytes(self) -> int | None:
-        """Return the bytes of a block, which must be the same in all traces; None if unknown."""
+        """Return the bytes of a block; None if unknown.
+
+        All traces must have the same number of tokens in a block.
+        """
         if self.known_block_bytes(1) is None:
             return None
         first = block_tokens_of(self.traces[0], self.block_tokens)

@@ -34,12 +34,13 @@ class Resumable(Protocol):
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM was received. It ends a run like Ctrl-C."""
+    """Raised when the process receives SIGTERM, which ends a run in the same way as Ctrl-C."""
 
 
 @contextlib.contextmanager
 def stopping_cleanly(run: Resumable) -> Iterator[None]:
-    """Report the kept rows and exit: code 130 after Ctrl-C, 143 after SIGTERM, 1 after a `SweepError`."""
+    """Catch the end of a run: report the kept rows and exit with code 130 after Ctrl-C, 143 after SIGTERM, 1
+    after a `SweepError`."""
     with _sigterm_raises() as was_terminated:
         try:
             yield
@@ -57,7 +58,10 @@ def stopping_cleanly(run: Resumable) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _sigterm_raises() -> Iterator[Callable[[], bool]]:
-    """Raise `_Terminated` at SIGTERM, so that workers and files are closed. Only in the main thread."""
+    """Raise `_Terminated` at SIGTERM, so that workers and files are closed.
+
+    Does nothing outside the main thread.
+    """
     terminated = False
 
     def stop(number: int, frame: object) -> None:
@@ -87,7 +91,10 @@ def _kept(done: Progress, journal: Path | None) -> str:
 def shown(
     quiet: bool, console: Console | None = None, clock_s: Callable[[], float] = time.monotonic
 ) -> Iterator[Callable[[Progress], None]]:
-    """Yield the progress callback of a sweep. Its first call also reports the rows of an earlier run."""
+    """Yield the progress callback of a sweep.
+
+    Its first call also reports how many rows an earlier run has done.
+    """
     console = console or Console(stderr=True)
     if quiet:
         yield lambda now: None
@@ -112,7 +119,7 @@ class Lines:
         self._of = ""
 
     def update(self, now: Progress) -> None:
-        """Print a line if one is due, but not at the end, because the results follow."""
+        """Print a line if it is due. Print nothing when all rows are done, because the results follow."""
         if now.refs_done == 0 or now.of != self._of:
             # Replays begin, or replays of another kind: restart the estimate of the remaining time.
             self._began_s = self._last_s = self._clock_s()
@@ -129,7 +136,7 @@ class Lines:
 
 
 def _resuming_first(console: Console, update: Callable[[Progress], None]) -> Callable[[Progress], None]:
-    """Wrap `update`: before the first call, print a line if a journal has rows."""
+    """Wrap `update`: before its first call, print a line if an earlier run has done rows already."""
     calls = 0
 
     def print_and_update(now: Progress) -> None:

@@ -26,7 +26,8 @@ _OF_A_COLUMN, _OF_A_TABLE = 3, 1
 
 
 class _Cell(NamedTuple):
-    """Texts for one configuration at one capacity: hits, writes, share of the gap to the optimum."""
+    """Texts for one configuration at one capacity: hits, writes, and the closed share of the gap from LRU to
+    the optimum."""
 
     hits: str = ""
     writes: str = ""
@@ -39,7 +40,7 @@ _Line = dict[str, _Cell]
 
 
 class _Several(NamedTuple):
-    """Flags of the axes that have several values. Labels name the values of these axes."""
+    """Flags: True for an axis with several values. The labels of lines name the values of these axes."""
 
     stores: bool
     tiers: bool
@@ -47,7 +48,10 @@ class _Several(NamedTuple):
 
 
 def tables(rows: Sequence[Row], width: int = _WIDEST) -> Iterator[RenderableType]:
-    """Render the tables in the order of the rows, at most `width` and at most 100 characters wide."""
+    """Render a table for each trace and device, in the order of the rows.
+
+    A table has at most `width` and at most 100 characters per line.
+    """
     several = _Several(
         len({row.store for row in rows}) > 1,
         len({row.tiers for row in rows}) > 1,
@@ -115,7 +119,7 @@ def _title(rows: list[Row], several: _Several) -> Text:
 
 
 def _bounds(rows: list[Row], several: _Several) -> dict[str, _Line]:
-    """Build the row of the optimum for each capacity, and the row of an unlimited cache."""
+    """Build the lines of upper bounds: the optimum at each capacity, and an unlimited cache."""
     bounds: dict[str, _Line] = {}
     for row in rows:
         if row.optimum_hit_ratio is not None:

@@ -8,7 +8,10 @@ _MOST_LINES = 20
 
 
 def difference_lines(first: str, second: str) -> list[str]:
-    """List the fields in which two producers differ, a line for each; empty if one is unknown."""
+    """Return a line for each field in which two producers differ.
+
+    The list is empty if one of the producers is unknown.
+    """
     fields = differences(first, second) if first and second else []
     lines = [str(field) for field in fields[:_MOST_LINES]]
     if len(fields) > _MOST_LINES:

@@ -1,4 +1,4 @@
-"""``kvoffload tier``: health, speed and contents of a server that machines share."""
+"""``kvoffload tier``: health, speed and contents of a cache server that several machines share."""
 
 from __future__ import annotations
 
@@ -59,13 +59,14 @@ class BenchOptions(ServerOptions, ModelOptions):
     )
 
     def check(self) -> None:
-        """Check that the bytes of a token are given if a prefill speed is given. Raises `ConfigError`."""
+        """Check that a prefill speed comes with the bytes of a token. Raises `ConfigError`."""
         if self.prefill_tokens_per_s is not None and self.known_block_bytes(1) is None:
             why = "give --model or --bytes-per-token"
             raise ConfigError("prefill-tokens-per-s", self.prefill_tokens_per_s, why)
 
     def sizes(self) -> list[int]:
-        """Return the block sizes to measure: ``--block-bytes``, or else the model's block size."""
+        """Return the block sizes to measure: those that the user gave with ``--block-bytes``, otherwise the
+        model's block size, otherwise the default sizes."""
         size = self.known_block_bytes(self.block_tokens)
         if self.block_bytes == _SIZES and size is not None:
             return [size]
@@ -76,17 +77,19 @@ class BenchOptions(ServerOptions, ModelOptions):
 def tier() -> None:
     """Check a shared cache server: health, contents, break-even.
 
-    URL has the form of `--tier`: valkey://HOST:PORT/NAMESPACE, valkey+cluster://HOST:PORT,HOST:PORT/NAMESPACE.
-    User and password are in KVOFFLOAD_VALKEY_USERNAME and KVOFFLOAD_VALKEY_PASSWORD.
+    URL has the same form as in `--tier`: valkey://HOST:PORT/NAMESPACE or
+    valkey+cluster://HOST:PORT,HOST:PORT/NAMESPACE.ACE. User and password are read from
+    KVOFFLOAD_VALKEY_USERNAME and KVOFFLOAD_VALKEY_PASSWORD.
     """
 
 
 @tier.command()
 @options_of(ServerOptions)
 def ping(options: ServerOptions) -> None:
-    """Check that URL can be a tier: round trip, version, rights, memory, and unsuitable settings.
+    """Check that the server at URL can serve as a tier: round trip, version, access rights, memory and
+    settings.
 
-    Checks each master of a cluster. Exit code 1 if a server refuses a command that a tier needs.
+    Of a cluster, every master is checked. The exit code is 1 if a server refuses a command that a tier needs.
     """
     server, server_url = _server(options.url)
     with _in_one_line(server_url), ExitStack() as stack:
@@ -107,11 +110,11 @@ def ping(options: ServerOptions) -> None:
 @tier.command()
 @options_of(ServerOptions)
 def inspect(options: ServerOptions) -> None:
-    """List the blocks in URL's namespace by producer, from at most 20,000 keys of each server.
+    """List the blocks in URL's namespace by producer. Reads at most 20,000 keys of each server.
 
-    Also lists how each producer differs from the first, as in `rope_theta: 10000 / 1000000`.
+    Also shows how each producer differs from the first producer, for example `rope_theta: 10000 / 1000000`.
 
-    Needs the rights to SCAN, STRLEN, TTL and GETRANGE, which a tier does not need.
+    The user needs the right to call SCAN, STRLEN, TTL and GETRANGE. A tier itself does not need this right.
     """
     server, server_url = _server(options.url)
     with _in_one_line(server_url), ExitStack() as stack:
@@ -128,10 +131,10 @@ def inspect(options: ServerOptions) -> None:
 @tier.command()
 @options_of(BenchOptions)
 def bench(options: BenchOptions) -> None:
-    """Measure probes, verified reads and writes through URL, and compute the break-even for a model.
+    """Measure probes, verified reads and writes of the tier at URL, and compute the break-even for a model.
 
-    Writes up to 64 MiB in each round. They live for one minute, in a bucket until its rule expires them. A
-    full server evicts other blocks for them.
+    Writes up to 64 MiB in each round. A server keeps these blocks for one minute; a bucket keeps them until
+    its expiration rule deletes them. If a server is full, it evicts other blocks to make room for them.
     """
     tier = _shared(options.url)
     speeds = [_speeds(tier, num_bytes, options.rounds) for num_bytes in options.sizes()]
@@ -173,9 +176,9 @@ def _server(url: str) -> tuple[ValkeyOptions, ServerURL]:
 def _connected(
     options: ValkeyOptions, server_url: ServerURL, stack: ExitStack
 ) -> list[tuple[Address, int | None, Connection]]:
-    """Connect to each server; return (address, division, connection) of each.
+    """Connect to each server; return (address, division, connection) for each.
 
-    Division: one of the server's divisions; None without a cluster.
+    With a cluster, the division is one of the server's divisions. Without a cluster it is None.
     """
     connect, until = options.connector(), time.monotonic() + _TIMEOUT_S
     nodes: dict[Address, int | None] = dict.fromkeys(server_url.nodes)
@@ -192,7 +195,8 @@ def _connected(
 
 @contextmanager
 def _in_one_line(server_url: ServerURL) -> Iterator[None]:
-    """Convert errors of the server and the network to a `ConfigError`, which is printed on one line."""
+    """Convert errors of the server and the network to a `ConfigError` or `UnavailableError`, which the
+    command prints on one line."""
     try:
         yield
     except ConfigError:

@@ -42,7 +42,7 @@ _BAR_CELLS = 6
 _MOST_NAME = 14
 _MOST_TENANTS = 8
 _UNITS = ((1e7, 1e6, "M"), (1e4, 1e3, "k"))
-"""For each unit: (smallest rate that is shown in this unit, size of the unit, name of the unit)."""
+"""Units of rates: (smallest rate shown in the unit, size of the unit, name of the unit)."""
 _FAULTS = {
     "verification_failures": "damaged in RAM",
     "failed_load_blocks": "failed loads",
@@ -73,11 +73,11 @@ class TopOptions(FormatOptions):
 @click.command()
 @options_of(TopOptions)
 def top(options: TopOptions) -> None:
-    """Show hits by place, misses, tiers and faults of the server at URL, in every interval.
+    """Show hits by place, misses, tiers and faults of the server at URL, updated in every interval.
 
-    URL is the server's address, such as localhost:8000. The server is vLLM, or an engine with the library's
-    collector. Each engine of the server has a line. q or Ctrl-C ends the display. With --format json every
-    interval is one line.
+    URL is the server's address, such as localhost:8000. The server is vLLM, or an engine that uses the
+    library's metrics collector. Each engine of the server has a line. Press q or Ctrl-C to end the display.
+    With --format json each interval is printed as one line.
     """
     url = metrics_url(options.url)
     before = scrape(url)
@@ -106,7 +106,7 @@ def top(options: TopOptions) -> None:
 
 
 def scrape(url: str) -> Reading:
-    """Read the server's metrics. Raises `UnavailableError` if there are none of kvoffload."""
+    """Read the server's metrics. Raises `UnavailableError` if kvoffload's metrics are missing."""
     scraped = samples(fetch(url, _TIMEOUT_S))
     if not scraped:
         raise UnavailableError("url", url, "the answer is not in the Prometheus text format")
@@ -124,7 +124,10 @@ def scrape(url: str) -> Reading:
 
 
 def watch(url: str, before: Reading, interval_s: float) -> None:
-    """Show intervals until the user presses q. A scrape's error is shown until the next scrape."""
+    """Show intervals until the user presses q.
+
+    If a scrape fails, its error is shown until the next scrape succeeds.
+    """
     console = Terminal(highlight=False)
     with (
         _keys() as keyboard,
@@ -145,9 +148,9 @@ def watch(url: str, before: Reading, interval_s: float) -> None:
 
 @contextlib.contextmanager
 def _remembered_interrupts() -> Iterator[list[int]]:
-    """Yield a list to which each SIGINT is appended.
+    """Yield a list to which each SIGINT is appended, in addition to the `KeyboardInterrupt`.
 
-    A `KeyboardInterrupt` could be lost: Python drops it if it is raised in a finalizer.
+    The exception alone could be lost, because Python drops an exception that is raised in a finalizer.
     """
     received: list[int] = []
 
@@ -164,7 +167,10 @@ def _remembered_interrupts() -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[int | None]:
-    """Read keys without Enter. Yields the file descriptor of standard input; None if it is no terminal."""
+    """Make the terminal pass on keys without Enter.
+
+    Yields the file descriptor of standard input, or None if it is no terminal.
+    """
     if not sys.stdin.isatty():
         yield None
         return
@@ -181,7 +187,10 @@ def _keys() -> Iterator[int | None]:
 
 
 def _quits(keyboard: int | None, timeout_s: float) -> bool:
-    """Wait for the next interval. Returns True at once if the user presses q, else False."""
+    """Wait for the next interval.
+
+    Returns True as soon as the user presses q, or False at the end of the interval.
+    """
     if keyboard is None:
         time.sleep(timeout_s)
         return False
@@ -229,20 +238,24 @@ def _engines(shown: list[EngineRates]) -> Table:
 
 
 def _short(engine: str) -> str:
-    """Return an engine's name without its model's owner, cut to 14 characters including the number."""
+    """Return an engine's short name: without the owner of the model, and cut to 14 characters, which include
+    the engine's number."""
     model, space, number = printable(engine).rpartition("/")[2].rpartition(" ")
     most = _MOST_NAME - len(space + number)
     return f"{model if len(model) <= most else model[: most - 1] + '~'}{space}{number}"
 
 
 def _hits_of_tiers(engine: EngineRates) -> float | None:
-    """Return the hits of all tiers; None without tiers, or if a tier's hits are unknown."""
+    """Return the sum of the hits of all tiers.
+
+    Return None if there are no tiers or if the hits of a tier are unknown.
+    """
     known = [tier.hits for tier in engine.tiers if tier.hits is not None]
     return sum(known) if known and len(known) == len(engine.tiers) else None
 
 
 def _short_tier(name: str) -> str:
-    """Return a tier's name. The middle of a long name is cut out; place and number remain."""
+    """Return a tier's name. The middle of a long name is cut out, so that the place and the number remain."""
     shown, half = printable(name), _MOST_NAME // 2
     return shown if len(shown) <= _MOST_NAME else f"{shown[: half - 1]}~{shown[-half:]}"
 
@@ -304,7 +317,7 @@ def _lines(engine: EngineRates, prefix: str) -> Iterator[RenderableType]:
 
 
 def _setting(shown: WhatIfShown) -> str:
-    """Format an estimate for another setting: ``policy=hazard 16.6±2.2% (+4.3±1.7)``."""
+    """Format the estimated hit ratio of another setting: ``policy=hazard 16.6±2.2% (+4.3±1.7)``."""
     text = f"{printable(shown.setting)} {_points(shown.hit_ratio)}±{_points(shown.error)}%"
     gain = f" ({_points(shown.gain, '+')}±{_points(shown.gain_error)})" if shown.gain_error else ""
     return text + gain

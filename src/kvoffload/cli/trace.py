@@ -183,7 +183,7 @@ def _words(statistics: TraceStatistics, best: list[dict[str, Any]], like: dict[s
 
 
 def _sessions(statistics: TraceStatistics) -> str:
-    """Report how sessions were found, and how certain inferred sessions are."""
+    """Describe how sessions were found and, if they were inferred, how certain they are."""
     if statistics.unambiguous_share is None:
         return "Sessions are named by the recording."
     share = percent(statistics.unambiguous_share)

@@ -52,7 +52,10 @@ class ConvertOptions(QuietOptions):
         return KeptKeys() if self.keep_ids else Keys(None if self.salt is None else self.salt.encode())
 
     def completed(self, incomplete: IncompleteError) -> str:
-        """Return the command with the missing options. A given salt is replaced by ``TEXT``."""
+        """Return the user's command line completed by the missing options.
+
+        If a salt was given, it is replaced by ``TEXT``.
+        """
         example = {option.flag: option.example for option in incomplete.missing}
         kind, out = self.kind, example.get("", str(self.out))
         if parameter := example.get("--from"):
@@ -82,9 +85,9 @@ def convert(options: ConvertOptions) -> None:
     """Convert SOURCE, a recording of another format, to a trace.
 
     SOURCE is a file (also .gz, .xz or .zst), standard input (- with --from), or the address of vLLM's KV
-    events (tcp://host:port), which are recorded until Ctrl-C. OUT is JSONL; .gz, .xz, .zst compress. Ids are
-    salted hashes, so that OUT reveals nothing of the prompts. docs/traces.md describes the formats and their
-    assumptions.
+    events (tcp://host:port), which are recorded until Ctrl-C. OUT is a JSONL file; with the ending .gz, .xz
+    or .zst it is compressed. Ids are salted hashes, so that OUT reveals nothing of the prompts.
+    docs/traces.md describes the formats and their assumptions.
     """
     try:
         with progress_bar("convert", 1.0, options.quiet) as progress:

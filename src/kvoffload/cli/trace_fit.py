@@ -33,9 +33,10 @@ class FitOptions(ReadOptions, FormatOptions):
 def fit(options: FitOptions) -> None:
     """Fit the parameters of a built-in workload to TRACE, and report the distance.
 
-    Prints a command that generates the workload. You can share the command if you cannot share the recording,
-    and scale the workload with --sessions and --sessions-per-minute. The workload differs from TRACE in more
-    than the errors shown: do not choose a policy by the workload alone (docs/workloads.md).
+    Prints a command that generates the workload. You can share this command if you cannot share the
+    recording. To scale the workload, change --sessions and --sessions-per-minute. The workload differs from
+    TRACE in more than the shown distances, so do not choose a policy by the workload alone
+    (docs/workloads.md).
     """
     loaded = options.read(options.trace)
     result = fit_workload(loaded, options.like or next(iter(resemblance(loaded))))

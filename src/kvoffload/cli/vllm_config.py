@@ -25,14 +25,14 @@ from kvoffload.tiers.spec import SizedTierOptions
 
 _HOME = "kvoffload.integrations.vllm"
 _OPTIONS = {"cpu_bytes_to_use": "ram", "eviction_policy": "policy", "offload_prompt_only": "all_tokens"}
-"""vLLM's name of an option -> our name."""
+"""Mapping: vLLM's name of an option -> our name."""
 _PRINTED = {"ram": "cpu_bytes_to_use", "policy": "eviction_policy"}
-"""Our name of an option -> the name in the printed flag."""
+"""Mapping: our name of an option -> the name in the printed flag."""
 _FLAGS = {"tiers": "tier"}
 _LEAST_RAM_BYTES = 2**20
-"""Smallest RAM that is accepted. A smaller number probably lacks its unit."""
+"""Smallest accepted size of RAM. If the number is smaller, the user probably forgot the unit."""
 _MOST_RAM_BYTES = 64 * 2**40
-"""Largest RAM that is accepted without a warning."""
+"""Largest size of RAM that is accepted without a warning."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,10 +102,10 @@ class VLLMConfigOptions:
 @click.command("vllm-config")
 @options_of(VLLMConfigOptions)
 def vllm_config(options: VLLMConfigOptions) -> None:
-    """Print the flag that makes vLLM offload through kvoffload, checked and quoted for a shell.
+    """Print the flag that makes vLLM offload through kvoffload. The flag is checked and quoted for a shell.
 
-    `--store on-device-eviction` and `--record` turn `--connector` on, because they need it. RAM is the total
-    of all workers of one engine, on all machines, as in vLLM.
+    `--store on-device-eviction` and `--record` need `--connector`, so they turn it on. As in vLLM, RAM is the
+    total of all workers of one engine, on all machines.
     """
     typed = vars(options) | {
         "tiers": list(options.tiers) or None,
@@ -133,7 +133,7 @@ def vllm_config(options: VLLMConfigOptions) -> None:
 
 
 def _warn_of_sizes(given: Mapping[str, Any]) -> None:
-    """Warn of sizes that are valid and probably have a wrong unit."""
+    """Warn of sizes that are valid but probably have a wrong unit."""
     options = parse_options(given)
     typed = size(options.ram_bytes)
     if options.ram_bytes > _MOST_RAM_BYTES:
@@ -147,16 +147,17 @@ def _warn_of_sizes(given: Mapping[str, Any]) -> None:
 
 
 def _is_default(name: str) -> bool:
-    """Return True if the option's value comes from the file or the environment.
+    """Return True if the option's value comes from the ``--config`` file or the environment.
 
-    The list of tiers does not count, because the command has converted it to texts.
+    Returns False for the list of tiers, because the command has converted it to texts.
     """
     source = click.get_current_context().get_parameter_source(name)
     return source is ParameterSource.DEFAULT_MAP and name != "tiers"
 
 
 def _as_typed(problem: ConfigError) -> ConfigError:
-    """Replace the option's name in a problem by the name that the user gave: flag, variable or file."""
+    """Replace the option's name in an error by the name of the source of the value: flag, environment
+    variable or file."""
     name, subfield = re.fullmatch(r"(\w*)(.*)", problem.field, re.DOTALL).groups()  # type: ignore[union-attr]
     name = _OPTIONS.get(name, name)
     as_text = " " + subfield[1:] if subfield.startswith(".") else subfield  # --audit share=2

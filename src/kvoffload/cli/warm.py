@@ -19,9 +19,10 @@ _WITHOUT_KERNELS = ("kvoffload.integrations", "kvoffload.testing", "kvoffload.cl
 def warm() -> None:
     """Compile every kernel of the package, for this machine and this Python.
 
-    Kernels that the wheel brings for this Python and numba are not compiled. Others are cached beside the
-    package, or in NUMBA_CACHE_DIR. Run this command when a container image is built, on the kind of processor
-    that will run it: then no start waits for the compiler.
+    Kernels that the wheel contains in compiled form for this Python and numba are not compiled again. The
+    other kernels are compiled and cached beside the package, or in NUMBA_CACHE_DIR. Run this command when you
+    build a container image, on the kind of processor on which the image will run. Then no start of an engine
+    waits for the compiler.
     """
     started = time.monotonic()
     count = compile_package()

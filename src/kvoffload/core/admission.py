@@ -1,4 +1,4 @@
-"""The contract of an admission rule. A rule counts keys and admits blocks; it does not know slots."""
+"""The interface of an admission rule. A rule counts keys and admits blocks; it does not know slots."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from kvoffload.structures.keys import Keys
 
 
 class Admission(ABC):
-    """A rule that admits or refuses offered blocks. Works with every policy.
+    """A rule that admits or refuses offered blocks. Every rule works with every policy.
 
-    One instance serves one manager, on the manager's thread. The manager calls `count` once for each block of
-    a request: when the request first touches or offers the block, or finishes. It calls `admit` before a
-    store.
+    One instance serves one manager, on the manager's thread. The manager counts each block of a request once:
+    it calls `count` when the request first touches or offers the block, or at the latest when the request
+    finishes. It calls `admit` before a store.
 
     Attributes:
         name: the name in options.
         good_for: the workloads that profit, in one line.
         paper: the publication.
-        key_bytes: the accepted key length; None for any.
+        key_bytes: the only accepted key length, in bytes; None if every length is accepted.
     """
 
     name: ClassVar[str]
@@ -49,25 +49,31 @@ class Admission(ABC):
         """
 
     def missed(self, keys: Keys) -> None:  # noqa: B027  (most rules count all uses alike)
-        """Record that a request needs these blocks and that all tiers in front lack them.
+        """Record that a request needs these blocks and that no tier in front has them.
 
-        Called before `count`, possibly more than once. Only for rules of tiers behind RAM.
+        Called before `count`, possibly more than once for a block. Called only for rules of tiers behind RAM.
         """
 
     def refresh(self, keys: Keys) -> None:  # noqa: B027  (most rules have nothing to order)
-        """Reorder the remembered keys of a finished request. Called if `count` received the path in parts.
+        """Reorder the remembered keys of a finished request.
 
-        `keys` is the whole path. A rule that forgets keys should forget the head of the path last.
+        Called only if `count` received the path in parts.
+
+        `keys` is the whole path. A rule that forgets keys should forget the head of the path last. But if
+        `count` received the path in parts, the tail is more recent than the head.
         """
 
     @abstractmethod
     def admit(self, keys: Keys) -> BoolArray:
-        """Return which of these absent blocks may enter: shape ``(len(keys),)``, bool."""
+        """Return a mask of the absent blocks `keys`: True if the block may enter.
+
+        Shape ``(len(keys),)``, bool.
+        """
 
     def leading(self, keys: Keys) -> int:
-        """Return the length of the leading run of `keys` that may enter.
+        """Return the number of leading blocks of `keys` that may enter.
 
-        For blocks of one prefix, because blocks behind a refused block cannot be reached.
+        Used for blocks of one prefix, because no request can reach a block after a refused block.
         """
         allowed = self.admit(keys)
         return len(allowed) if allowed.all() else int(allowed.argmin())
@@ -79,9 +85,9 @@ class Admission(ABC):
 
         Args:
             offered: the offered blocks that were absent.
-            num_written: number of blocks of this offer that are written.
-            num_earned: number of blocks that the budget's mean rate allows in the time since the last call.
-            budget_blocks: number of blocks that the budget allows in a day. In a replay: in the whole
+            num_written: number of these blocks that the tier writes.
+            num_earned: number of blocks that the budget has allowed since the last call, at its mean rate.
+            budget_blocks: number of blocks that the budget allows in a day or, in a replay, in the whole
                 recording.
         """
 

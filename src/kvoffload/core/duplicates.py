@@ -1,8 +1,8 @@
 """The duplicates of a victim tier: resident blocks that the device also holds. Their slots are reused first.
 
 Owns a list of the slots of duplicates. The newest duplicate is at the head and is evicted first, because the
-device keeps the newest block longest. Does not know policies: no policy orders a duplicate until the device
-drops the block.
+device will keep the newest block longest, and RAM does not need it until then. Does not know policies: a
+policy does not order a duplicate until the device drops the block.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def is_duplicate(cache: Cache, slot: int) -> bool:
 def mark_duplicates(cache: Cache, used: Used) -> None:
     """Add the used blocks to the duplicates, except blocks in flight.
 
-    Afterwards `used` has only the newly added blocks.
+    On return, `used` has only the blocks that were no duplicates before.
     """
     lists, slots, ref_cnt = cache.duplicates, used.slots, cache.slots.ref_cnt
     first = used.count
@@ -47,7 +47,8 @@ def mark_duplicates(cache: Cache, used: Used) -> None:
 def reuse_duplicates(cache: Cache, path: Path, new: Entering) -> None:
     """Assign the slots of evictable duplicates to new blocks, until duplicates or new blocks run out.
 
-    Expected duplicates are not spared, because the device holds their blocks. Quotas still protect blocks.
+    A duplicate may be evicted even if a waiting request expects it, because the device also holds it. Quotas
+    protect duplicates, too.
     """
     links, sentinel = cache.duplicates.links, cache.duplicates.num_positions
     slot = links[sentinel, NEXT]
@@ -60,7 +61,10 @@ def reuse_duplicates(cache: Cache, path: Path, new: Entering) -> None:
 
 @inline
 def keep_duplicate(cache: Cache, slot: int, kept: Entering) -> None:
-    """Move a duplicate that the device drops to `kept`. The caller returns `kept` to the policy's order."""
+    """Remove a block from the duplicates and add it to `kept`, because the device drops it.
+
+    The caller returns the blocks of `kept` to the policy's order.
+    """
     unlink(cache.duplicates.links, slot)
     copy_key(kept.keys, kept.count, cache.index.keys, slot)
     kept.slots[kept.count] = slot

@@ -13,7 +13,7 @@ class EventSink(ABC):
 
     @abstractmethod
     def add(self, keys: Keys, *, removed: bool) -> None:
-        """Record that these blocks became readable (`removed` False) or left the cache (`removed` True)."""
+        """Record that blocks became readable (`removed` is False) or left the cache (`removed` is True)."""
 
     @abstractmethod
     def take(self) -> list[OffloadingEvent]:

@@ -1,8 +1,8 @@
 """Expected keys: keys of blocks that requests in the engine's queue will look up.
 
-Counts the waiting requests that expect each key. Expected blocks are evicted last: the queue shows the near
-future, which a policy can only estimate. A store evicts no expected block while other slots suffice
-(`state.evictable` decides).
+Counts the waiting requests that expect each key. Expected blocks are evicted last, because the queue shows
+which blocks will be used soon, while a policy can only estimate it. A store evicts no expected block as long
+as it finds enough other slots (`state.evictable`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvoffload.structures.structs import Struct
 
 _NO_LIMIT = 1 << 62
 MOST_KEYS = 1 << 16
-"""Largest number of expected keys: a queue of 64 requests of 1,024 blocks each."""
+"""Largest number of expected keys. It suffices for a queue of 64 requests of 1,024 blocks each."""
 
 
 def most_expected(capacity_blocks: int) -> int:
@@ -33,14 +33,16 @@ def most_expected(capacity_blocks: int) -> int:
 
 
 class Expected(Struct):
-    """Expected keys, resident or not, each with the number of waiting requests that expect it.
+    """Expected keys with the number of waiting requests that expect each key.
+
+    Their blocks need not be resident.
 
     Args:
         num_keys: maximum number of keys. If the keys of a request do not fit, only the head of its path is
             expected.
 
     Attributes:
-        keys: one list of keys.
+        keys: the expected keys, in one list.
         counts: number of waiting requests that expect the key at each position of `keys`.
 
     Memory: for each key 32 bytes and the key's length.
@@ -61,11 +63,11 @@ def num_expected(expected: Expected) -> int:
 
 @kernel
 def _expect(expected: Expected, path: Path, most: int) -> int:
-    """Expect the leading keys of a waiting request, up to `most` keys or until `expected` is full.
+    """Add the leading keys of a waiting request to `expected`, up to `most` keys or until `expected` is full.
 
     Returns the number of the request's expected keys, including keys of earlier calls.
 
-    Cost: an index probe for each block, once for each request.
+    Cost: one index probe for each block of a request, over all calls.
     """
     keys, recent = expected.keys, expected.keys.lists.num_positions
     while path.num_expected < min(path.length, most):
@@ -94,15 +96,15 @@ def _withdraw(expected: Expected, path: Path) -> None:
 
 
 class Queue:
-    """The waiting requests in order of arrival. Earlier requests get the room in `Expected` first.
+    """The waiting requests in order of arrival. The keys of earlier requests enter `Expected` first.
 
-    Memory: none until the first request waits; most managers have no queue.
+    Memory: none until the first request waits, because most managers have no queue.
 
     Args:
         make: creates the `Expected` of the cache, when the first request waits.
-        on_expected: called with a waiting request after each attempt to expect more of its keys.
-        share: returns the maximum number of expected keys of all requests of this process. None: only the
-            room in `Expected` is a limit.
+        on_expected: called with a waiting request after each attempt to add more of its keys to `Expected`.
+        share: function that returns the largest number of expected keys of this process. None: the only limit
+            is the room in `Expected`.
     """
 
     def __init__(
@@ -120,11 +122,14 @@ class Queue:
         return vars(self) | {"_make": None, "_on_expected": None}
 
     def attach(self, make: Callable[[], Expected], on_expected: Callable[[RequestContext], None]) -> None:
-        """Set the callbacks, which a pickle does not contain. Arguments as for the constructor."""
+        """Set the callbacks after unpickling, because a pickle does not contain them.
+
+        The arguments are those of the constructor.
+        """
         self._make, self._on_expected = make, on_expected
 
     def join(self, ctx: RequestContext) -> None:
-        """Add a waiting request and expect its keys. A later call also expects new keys of its path."""
+        """Add a waiting request and its keys. Call again when the request's path has grown."""
         self._expected = self._expected or self._make()
         self._waiting[ctx] = None
         self._is_full = self._is_full or not self._expect_all(ctx)
@@ -142,7 +147,7 @@ class Queue:
         return ctx in self._waiting
 
     def renew(self) -> None:
-        """Expect the keys of all waiting requests again, after the expected keys were cleared."""
+        """Add the keys of all waiting requests again, after `Expected` was cleared."""
         for ctx in self._waiting:
             Path.over(ctx.memory).num_expected = 0
         self._is_full = not all(map(self._expect_all, self._waiting))

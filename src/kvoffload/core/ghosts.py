@@ -1,4 +1,4 @@
-"""Ghosts, the remembered keys of evicted blocks: functions that several policies share.
+"""Functions for ghosts, the remembered keys of evicted blocks. Several policies share them.
 
 Decides nothing: a policy chooses which blocks become ghosts, and how to treat a block that returns.
 """
@@ -23,7 +23,7 @@ from kvoffload.structures.lists import LIST, Lists
 def leave_ghost(ghosts: KeyLists, sentinel: int, cache: Cache, slot: int) -> int:
     """Remember the key of the victim in `slot` as a ghost; return the ghost's position.
 
-    If no position is free, the coldest ghost of the list is forgotten first.
+    If no position is free, the coldest ghost of the list with this `sentinel` is forgotten first.
     """
     links, keys = ghosts.lists.links, cache.index.keys
     if links[links.shape[0] - 1, LIST] == 0:
@@ -33,7 +33,7 @@ def leave_ghost(ghosts: KeyLists, sentinel: int, cache: Cache, slot: int) -> int
 
 @inline
 def pop_ghost(ghosts: KeyLists, new: Entering, row: int) -> bool:
-    """Forget the ghost of a new block; return True if the block had a ghost."""
+    """Forget the ghost of the new block in this row. Return True if the block had a ghost."""
     ghost = find(ghosts.index, new.keys, row, hash_row(new.keys, row))
     if ghost != ABSENT:
         forget(ghosts, ghost)
@@ -44,10 +44,9 @@ def pop_ghost(ghosts: KeyLists, new: Entering, row: int) -> bool:
 def prefetch_exchange(
     new: Entering, cache: Cache, lists: Lists, number: int, ghosts: KeyLists, ghost_number: int
 ) -> None:
-    """Prefetch the cache lines of a store: the coldest blocks of a list, and the coldest ghosts.
+    """Prefetch the cache lines of the coldest blocks of a list and of the coldest ghosts, for a store.
 
-    The store will probably turn these blocks into ghosts and forget these ghosts. A wrong guess only costs
-    time.
+    The store will probably evict these blocks and forget these ghosts. A wrong guess costs only time.
     """
     table, index_keys, ghost_keys = ghosts.index.table, cache.index.keys, ghosts.index.keys
     num_leaving = new.count - new.num_given

@@ -1,6 +1,6 @@
-"""Hints: an engine's labels of a request, such as tenant or priority. A policy may learn from them.
+"""Hints: labels that an engine gives a request, such as tenant or priority. A policy may learn from them.
 
-Owns the fields and the numbering of labels. Does not know how useful a label is: a policy measures that.
+Owns the fields and the numbers of hints. Does not know how useful a hint is: a policy measures that.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Hints:
         finish_reason: ``stop``, ``length``, ``abort``, ``tool_calls``, or any other word.
         session_over: True if the conversation will not continue.
         priority: the request's priority in the engine.
-        time_to_live_s: time after which the request's blocks are useless; None if unknown.
-        tenant: the sender of the request.
+        time_to_live_s: time in seconds after which the request's blocks are useless; None if unknown.
+        tenant: the user or application that sent the request.
     """
 
     finish_reason: str = ""
@@ -38,12 +38,12 @@ class Hints:
 
     @property
     def at_begin(self) -> Hints:
-        """The hints that are known when the request begins."""
+        """The part of these hints that is known when the request begins."""
         return self if self is NO_HINTS else replace(self, finish_reason="", session_over=False)
 
     @property
     def at_end(self) -> Hints:
-        """The hints that are known only when the request ends."""
+        """The part of these hints that is known only when the request ends."""
         return self if self is NO_HINTS else Hints(self.finish_reason, self.session_over)
 
     def updated(self, later: Hints) -> Hints:
@@ -57,12 +57,13 @@ NO_HINTS = Hints()
 
 
 class Labels:
-    """Numbers for the hints of requests; 0 stands for no hints.
+    """Assigns numbers to the hints of requests. Number 0 means no hints.
 
     Numbers are assigned in order of appearance. There are at most `NUM_LABELS`, because a policy learns each
-    number separately. A number below `NUM_COARSE` stands for a finish reason and the end of the session. A
-    higher number also stands for priority, time to live and tenant. When all higher numbers are assigned,
-    further requests get only the number for finish reason and end of the session.
+    number separately. A number below `NUM_COARSE` stands for a combination of `finish_reason` and
+    `session_over`. A higher number stands for such a combination together with `priority`, `time_to_live_s`
+    and `tenant`. When all higher numbers are assigned, further hints get the number of their `finish_reason`
+    and `session_over` only.
 
     Args:
         digests: digest of each label by number, 0 for a free number; shape ``(NUM_LABELS,)``, uint64.
@@ -74,7 +75,7 @@ class Labels:
         self._known: dict[Hints, int] = {NO_HINTS: 0}
 
     def number(self, hints: Hints) -> int:
-        """Return the label of these hints, 0 to ``NUM_LABELS - 1``. Cost: a dictionary lookup."""
+        """Return the number of these hints, 0 to ``NUM_LABELS - 1``. Cost: a dictionary lookup."""
         number = self._known.get(hints)
         if number is None:
             number = self._number(hints)

@@ -1,7 +1,8 @@
-"""The log of a manager's calls: a ring of 32-bit words, to which the manager's kernels append records.
+"""The log of a manager's calls: a ring buffer of 32-bit words. The manager's kernels append records.
 
-Owns the layout of records. Does not know files, threads, or the reader of the ring. A record names blocks by
-their positions on the request's path, written as runs. So each key is written only once per request.
+Owns the layout of records. Does not know files, threads, or the reader of the ring. A key is written once per
+request, when it joins the request's path. After that, records refer to blocks by their positions on the path,
+written as runs.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from kvoffload.structures.structs import Struct
 class Call(IntEnum):
     """Kinds of records, stored in the first word. Kinds after `RESET` do not count as calls.
 
-    The text of a kind names the content of the record's further words.
+    The text below a kind says what the record's further words contain.
     """
 
     EXTEND = 1
-    """The path has grown by single lookups or `contains`."""
+    """Records new keys of the path after single lookups or `contains`."""
     EXPECT = 2
     WITHDRAW = 3
     LOOKUP = 4
     TOUCH = 5
     TOUCH_PATH = 6
-    """The path that `finish_request` received. The `FINISH` of the request follows."""
+    """Records the path that `finish_request` received. The record `FINISH` of the request follows."""
     FINISH = 7
     PREPARE_LOAD = 8
     COMPLETE_LOAD = 9
@@ -67,32 +68,36 @@ PREPARE_STORE, COMPLETE_STORE, KEEP = 12, 13, 14
 KIND_BITS = 8
 ADMITTED, FAILED = 1 << KIND_BITS, 2 << KIND_BITS
 """Flags in the word of the kind. `ADMITTED`: `prepare_store` was called with ``admitted=True``. `FAILED`: the
-call raised an exception before it changed anything but the path; it has only this record."""
+call raised an exception before it changed anything but the path, so this is its only record."""
 
 KIND, SUBJECT, NUM_NEW, NUM_RUNS, NUM_MORE, HEADER = 0, 1, 2, 3, 4, 5
 """Words of a record's header, which has `HEADER` words. `KIND`: kind and flags. `SUBJECT`: number of the
-request (0 for none), or of the plan that ends. `NUM_NEW`: number of new keys of the path. `NUM_RUNS`: number
-of runs. `NUM_MORE`: number of further words. Keys, runs (start and length) and further words follow."""
+request, or 0 without a request; if the call ends a plan, number of the plan. `NUM_NEW`: number of new keys of
+the path. `NUM_RUNS`: number of runs. `NUM_MORE`: number of further words. The header is followed by the keys,
+the runs (start and length of each) and the further words."""
 
 STORE_NUMBERS = 5
-"""Number of words before the slots of a store: the numbers of stored, missing, dropped and refused blocks,
-and of blocks stored in free slots."""
+"""Number of words before the slots in the record of a store. The words are the numbers of stored, missing,
+dropped and refused blocks and the number of used free slots."""
 IS_PART = 2
-"""Added to the success word (0 or 1) in the end record of a part of a split plan."""
+"""Added to the success word (0 or 1) of a record that ends one part of a split plan."""
 NO_REQUEST, ENDED = -1, -1
-"""`NO_REQUEST`: ``Path.number`` of a call without a request. `ENDED`: ``Path.recorded`` after `FINISH`."""
+"""Special values. `NO_REQUEST`: ``Path.number`` of a call without a request. `ENDED`: ``Path.recorded`` after
+`FINISH`."""
 _LOST = -1
 _LOW = 0xFFFFFFFF
 
 
 class Log(Struct):
-    """A ring of records.
+    """A ring buffer of records.
 
     Attributes:
-        words: int32, shape ``(num_words,)``, a power of two. Word `i` of the log is at ``i % num_words``.
-        head, tail: number of words written and read since the log began.
-        is_open: 1 while calls are recorded. If a record has no room, the log closes: later records would be
-            useless.
+        words: int32, shape ``(num_words,)``; `num_words` is a power of two. Word `i` of the log is at
+            ``i % num_words``.
+        head, tail: `head` is the number of words written since the log began, `tail` the number of words
+            read.
+        is_open: 1 while calls are recorded. If there is no room for a record, the log closes, because later
+            records would be useless.
         num_requests, num_plans, num_calls: number of requests, plans and calls recorded so far.
         key_words: number of 64-bit words written for each key; 0 to write only the key's hash.
     """
@@ -112,7 +117,7 @@ class Log(Struct):
         super().__init__(words=words, key_words=key_words, is_open=int(num_words > 0))
 
     def put(self, kind: int, subject: int, further: ReadI32Array) -> None:
-        """Append a record without keys. For rare records."""
+        """Append a record without keys. Called from Python, for rare records."""
         if not self.is_open or self.head - self.tail + HEADER + len(further) > len(self.words):
             self.is_open = 0
             return
@@ -137,7 +142,10 @@ def _put_u64(log: Log, at: int, value: np.uint64) -> int:
 
 @inline
 def _put_new_keys(log: Log, path: Path, at: int) -> int:
-    """Write the keys added to the path since the request's last record; return the next place."""
+    """Write the keys that joined the path since the request's last record, from word `at` on.
+
+    Returns the next word.
+    """
     for position in range(path.recorded, path.length):
         if log.key_words == 0:
             at = _put_u64(log, at, path.records[position, HASH])
@@ -149,7 +157,10 @@ def _put_new_keys(log: Log, path: Path, at: int) -> int:
 
 @inline
 def put_runs(log: Log, rows: I32Array, count: int, at: int) -> int:
-    """Write numbers as runs of consecutive numbers: start and length of each run. Returns the next place."""
+    """Write ascending numbers as runs: start and length of each run, from word `at` on.
+
+    Returns the next word.
+    """
     start = 0
     for row in range(1, count + 1):
         if row == count or rows[row] != rows[row - 1] + 1:
@@ -161,7 +172,7 @@ def put_runs(log: Log, rows: I32Array, count: int, at: int) -> int:
 
 @inline
 def has_room(log: Log, most: int) -> bool:
-    """Return True if a record of `most` words has room. Otherwise close the log and return False."""
+    """Return True if there is room for a record of `most` words. Otherwise close the log and return False."""
     if log.head + most - log.tail > log.words.shape[0]:
         log.is_open = 0
     return log.is_open != 0
@@ -172,8 +183,8 @@ def put_call(log: Log, path: Path, kind: int, count: int, most_more: int) -> int
     """Write the header, the new keys and the runs of a call.
 
     The batch of the call has `count` keys, whose path positions are in ``path.positions``. The caller then
-    writes up to `most_more` further words, and calls `end_call`. Returns the place of the further words;
-    `_LOST` if the record has no room.
+    writes up to `most_more` further words, and calls `end_call`. Returns the position of the further words,
+    or `_LOST` if there is no room for the record.
     """
     num_new = path.length - path.recorded
     most = HEADER + 2 * max(1, log.key_words) * num_new + 2 * count + most_more
@@ -195,14 +206,14 @@ def put_call(log: Log, path: Path, kind: int, count: int, most_more: int) -> int
 
 @inline
 def end_call(log: Log, place: int, end: int) -> None:
-    """End a record whose further words are from `place` to `end`."""
+    """Complete a record whose further words are the words `place` to ``end - 1``."""
     put_word(log, log.head + NUM_MORE, end - place)
     log.head = end
 
 
 @inline
 def put_number(log: Log, path: Path, kind: int, count: int, number: int) -> None:
-    """Append a call with one further word."""
+    """Append the record of a call with one further word."""
     place = put_call(log, path, kind, count, 1)
     if place != _LOST:
         end_call(log, place, put_word(log, place, number))
@@ -210,7 +221,7 @@ def put_number(log: Log, path: Path, kind: int, count: int, number: int) -> None
 
 @inline
 def put_slots(log: Log, slots: I32Array, count: int, at: int) -> int:
-    """Write the first `count` slots; return the next place."""
+    """Write the first `count` slots, from word `at` on. Returns the next word."""
     for row in range(count):
         put_word(log, at + row, slots[row])
     return at + count
@@ -218,9 +229,9 @@ def put_slots(log: Log, slots: I32Array, count: int, at: int) -> int:
 
 @inline
 def put_end(log: Log, kind: int, number: int, slots: I32Array, count: int, success: int) -> None:
-    """Append the end of a plan.
+    """Append the record of a call that ends a plan.
 
-    A negative `number` marks a part of a split plan. The record of a part also has the slots of the part.
+    A negative `number` means one part of a split plan. The record of a part also has the slots of the part.
     """
     is_part = number < 0
     num_slots = count if is_part else 0

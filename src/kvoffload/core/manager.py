@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 _NO_ROWS = np.empty(0, np.int32)
 _RESULTS = (LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING)
-"""The result for each return value of `lookups.state_of_key`."""
+"""Mapping: return value of `lookups.state_of_key` -> result of `lookup_key`."""
 
 
 class OffloadingManager:
@@ -65,40 +65,41 @@ class OffloadingManager:
 
     Life of a block: `prepare_store` assigns a slot, and `complete_store` makes the block readable.
     `prepare_load` pins the block for a read, and `complete_load` unpins it. A later store may evict the
-    block. `touch` or `finish_request` commits the uses of a request, once.
+    block. `touch` or `finish_request` reports the blocks that a request used to the policy, each block once
+    per request.
 
     Methods take a batch of keys in prefix order, as a list of ``bytes`` or as `Keys`. Thread: the scheduler's
-    only; no call blocks. Cost: no call that serves a request depends on the capacity.
+    only; no call waits. Cost: for calls that serve a request, independent of the capacity.
 
     Args:
         capacity_blocks: number of slots.
-        key_bytes: length of every key. vLLM's keys are a block hash and 4 more bytes.
+        key_bytes: length of every key. A key of vLLM is a block hash and 4 more bytes.
         policy: the eviction policy: a name with optional parameters (``s3fifo,small_share=0.2``),
             ``module:Class``, or a subclass of `EvictionPolicy`.
         admission: the admission rule: ``all``, ``reuse:2``, ..., or an `Admission`.
-        store: when the engine offers blocks. ``on-compute``: once the device has computed them. The tier
-            holds the device's blocks and more. ``on-device-eviction``: when the device drops them. The tier
-            is then a *victim* tier, for blocks that the device no longer holds.
+        store: time at which the engine offers blocks. ``on-compute``: as soon as the device has computed
+            them. The tier then holds the device's blocks and more. ``on-device-eviction``: when the device
+            drops them. The tier is then a *victim* tier, for blocks that the device no longer holds.
         enable_events: True to record events for `take_events`.
         medium: name of this tier in events.
         block_size: tokens in a block, for events.
-        explain_misses: True to record why blocks are absent, for `count_misses`. Memory: 8 bytes a slot.
+        explain_misses: True to record why blocks are absent, for `count_misses`. Memory: 8 bytes per slot.
         tenants: quotas, as for `set_tenants`; none by default.
 
     Attributes:
         index: maps keys to slots.
         slots: the state of each slot.
         policy, admission: the objects, for reports and audits.
-        store_mode: the object for the argument `store`; it calls policies and rules in Python.
+        store_mode: the object of the argument `store`; it calls policies and admission rules in Python.
         queue: the waiting requests.
         policy_may_refuse: True if the policy may refuse new blocks.
-        refuses_unasked: True if a policy may refuse blocks even if the user has not set its `write_cost`.
+        refuses_unasked: False if a policy may refuse blocks only if the user has set its `write_cost`.
         miss_counts: number of blocks that `count_misses` has counted, by code of `miss_record`.
 
     Raises:
         ConfigError: names the argument, its value and the allowed values.
-        PolicyError: from `prepare_store`, when a policy breaks its contract. The manager is unchanged, but
-            the policy's order may be inconsistent: `reset` the manager, or stop.
+        PolicyError: raised by `prepare_store` if a policy breaks its contract. The manager is unchanged, but
+            the policy's order may be inconsistent. Call `reset`, or stop using the manager.
     """
 
     def __init__(
@@ -173,12 +174,13 @@ class OffloadingManager:
     def begin_request(
         self, request_id: str, keys: Sequence[bytes] = (), *, hints: Hints = NO_HINTS
     ) -> RequestContext:
-        """Create the context of one inference request, to be passed to every call for that request.
+        """Create the context of one inference request. Pass it to every call for this request.
 
         Args:
-            request_id: for messages; need not be unique.
-            keys: the whole prefix of the request, if known. Needed if the device serves the head and only
-                the tail is looked up here. Hits then refresh the whole path, and stores protect the path.
+            request_id: text for messages; it need not be unique.
+            keys: all keys of the request's prefix, if known. Give them if the device serves the head of the
+                prefix and only the tail is looked up here. Then hits refresh the whole path, and stores
+                protect the path.
             hints: labels that are known at the beginning.
         """
         ctx = RequestContext(request_id, self.key_bytes, self, room_for(len(keys)))
@@ -192,36 +194,37 @@ class OffloadingManager:
     def expect(self, ctx: RequestContext) -> None:
         """Register a request that waits in the engine's queue. `begin_request` must have received its keys.
 
-        Until `withdraw` or `finish_request`, stores evict other blocks before the request's blocks. Blocks
-        of the request that are stored later are protected, too. The number of expected keys is limited;
-        earlier requests come first (`Queue`). Cost: as a lookup.
+        Until `withdraw` or `finish_request`, stores evict the request's blocks only if there are not enough
+        other blocks. This also holds for blocks of the request that are stored later. The number of expected
+        keys is limited, and keys of earlier requests come first (`Queue`). Cost: the cost of a lookup.
         """
         self.queue.join(self._context(ctx))
 
     def new_queue(self, share: Callable[[], int] | None = None) -> Queue:
         """Create another queue of waiting requests. All queues share one limit of expected keys.
 
-        For several engines with one manager. `share`: as for `Queue`.
+        Needed if several engines use one manager. `share`: as for `Queue`.
         """
         return Queue(self._state.make_queue, self.store_mode.expect, share)
 
     def withdraw(self, ctx: RequestContext) -> None:
         """Unregister a request that no longer waits. Other waiting requests may then expect more keys.
 
-        Cost: an index probe for each key that the queue stops or begins to expect.
+        Cost: an index probe for each key that becomes expected or is no longer expected.
         """
         self.queue.leave(ctx)
 
     def finish_request(
         self, ctx: RequestContext, path: Sequence[bytes] = (), *, hints: Hints = NO_HINTS
     ) -> None:
-        """End a request and commit the uses of its whole path. Transfers may still be in flight.
+        """End a request and report the use of its whole path to the policy. Transfers may still be in flight.
 
-        Blocks that the request has already touched or stored are only reordered along the path.
+        Blocks that the request has already touched or stored are not counted again, but only moved into the
+        order of the path.
 
         Args:
             ctx: the request.
-            path: the request's keys in prefix order; needed if earlier calls passed keys in another order.
+            path: the request's keys in prefix order. Give it if earlier calls passed keys in another order.
             hints: labels that are known at the end, added to the earlier hints.
         """
         if ctx.finished or ctx.owner is not self or ctx.unpacked_keys:
@@ -242,10 +245,10 @@ class OffloadingManager:
         ctx.finished = True
 
     def touch(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> None:
-        """Commit the uses of a request's whole prefix now, whichever tier served the blocks.
+        """Report the use of a request's whole prefix to the policy now, whichever tier served the blocks.
 
-        The admission rule counts absent blocks, too. A second touch by the same request changes nothing. If
-        `ctx` is None, every call counts as a separate access.
+        The admission rule also counts absent blocks. A second touch of a block by the same request changes
+        nothing. If `ctx` is None, every call counts as a separate access.
         """
         self._use(keys, self._context(ctx))
 
@@ -268,7 +271,7 @@ class OffloadingManager:
         return usual[ready] if ready < len(usual) else PrefixLookup(ready, usual[0].stopped_by)
 
     def contains(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> npt.NDArray[np.bool_]:
-        """Return which blocks are ready or in flight: shape ``(len(keys),)``, bool.
+        """Return a mask of the blocks that are ready or in flight. Shape ``(len(keys),)``, bool.
 
         Does not affect the eviction order.
         """
@@ -278,7 +281,7 @@ class OffloadingManager:
     def slots_of(self, keys: Sequence[bytes]) -> SlotArray:
         """Return the slot of each block; -1 for an absent block. A block in flight has a slot, too.
 
-        Does not affect the eviction order. For tiers whose bytes are not in RAM.
+        Does not affect the eviction order. Needed by tiers whose bytes are not in RAM.
         """
         return self._slots(keys, None)
 
@@ -303,24 +306,26 @@ class OffloadingManager:
         return _RESULTS[state]
 
     def count_misses(self, ctx: RequestContext, start: int, keys: Sequence[bytes] | None = None) -> int:
-        """Count the blocks that a request must compute, by reason. `stats` reports the counts as `misses`.
+        """Count the blocks that a request must compute, by the reason of the miss.
+
+        `stats` reports the counts as `misses`.
 
         Call this method when a request stops waiting for blocks. The reason of an absent block is the block's
         last recorded event, such as ``evicted``. A block without an event counts as ``never_seen``, or as
         ``unknown`` if the record may have dropped the event. Without `explain_misses` every absent block
-        counts as ``unknown``. Leading blocks that can be loaded do not count. The eviction order does not
-        change.
+        counts as ``unknown``. Leading blocks that can be loaded are not counted. Does not affect the eviction
+        order.
 
         Args:
             ctx: the request.
             start: number of leading blocks of the path that need not be computed; ignored with `keys`.
-            keys: blocks to count, in prefix order; None for the path from `start` on.
+            keys: blocks to count, in prefix order; None to count the path from `start` on.
 
         Returns:
             The number of counted blocks.
 
-        Cost: two CPU cache misses for each absent block. In a long run of blocks with one reason, only every
-        eighth block is looked up.
+        Cost: two CPU cache misses for each absent block. In a long run of blocks with the same reason, only
+        every eighth block is looked up.
         """
         ctx = self._context(ctx)
         start = check_integer("start", start, MAX_POSITIONS, 0)
@@ -328,16 +333,16 @@ class OffloadingManager:
         return misses.count_misses(self._cache, ctx.memory, first, count, self.miss_counts)
 
     def note_absent(self, keys: Sequence[bytes], event: int) -> None:
-        """Record why these blocks are absent. `event`: a code of `miss_record`, the same for all blocks."""
+        """Record that the blocks `keys` are absent because of `event`, a code of `miss_record`."""
         misses.note_absent(self._cache, self.pack(keys).words, event)
 
     @property
     def miss_record(self) -> MissRecord:
-        """The last events of absent blocks. Empty unless `explain_misses`."""
+        """The last events of absent blocks. Empty without `explain_misses`."""
         return self._state.misses
 
     def pack(self, keys: Sequence[bytes]) -> Keys:
-        """Convert a list of keys to `Keys`. Raises `ValueError` for keys of another length."""
+        """Convert a list of keys to `Keys`. Raises `ValueError` if a key does not have `key_bytes` bytes."""
         if isinstance(keys, Keys):
             if keys.key_bytes != self.key_bytes:
                 raise ValueError(f"keys of {keys.key_bytes} bytes; all keys here have {self.key_bytes}")
@@ -350,7 +355,7 @@ class OffloadingManager:
         """Pin ready blocks until `complete_load`.
 
         Raises:
-            MisuseError: names the first key that is not ready; nothing is pinned.
+            MisuseError: a block is not ready. The error names its key, and nothing is pinned.
         """
         plan = self._pin(keys, ctx, "prepare_load")
         if self._follows_device:
@@ -362,7 +367,8 @@ class OffloadingManager:
 
         Args:
             plan: from `prepare_load`.
-            damaged: rows of the plan with wrong bytes. The damaged blocks are forgotten and become misses.
+            damaged: rows of the plan whose blocks have wrong bytes. These blocks are forgotten and become
+                misses.
         """
         self._unpin(plan, damaged, "complete_load")
         if self._follows_device and plan.epoch == self._epoch:
@@ -378,7 +384,10 @@ class OffloadingManager:
         return self._pin(keys, None, "pin")
 
     def pin_ready(self, keys: Sequence[bytes]) -> tuple[LoadPlan, npt.NDArray[np.intp]]:
-        """Pin the ready blocks among `keys`, as `pin`. Returns the plan and the pinned rows of `keys`."""
+        """Pin the ready blocks among `keys`, as `pin` does.
+
+        Returns the plan and the rows of `keys` that are pinned.
+        """
         batch = self.pack(keys)
         rows = np.flatnonzero(self.ready_slots_of(batch) != ABSENT)
         return self.pin(batch.take(rows)), rows
@@ -400,23 +409,24 @@ class OffloadingManager:
     def prepare_store(
         self, keys: Sequence[bytes], ctx: RequestContext | None = None, *, admitted: bool = False
     ) -> StorePlan | None:
-        """Choose which offered blocks to store, assign slots, and evict other blocks if slots are short.
+        """Choose the offered blocks to store, assign slots to them, and evict other blocks if there are too
+        few free slots.
 
         Blocks that are resident or in flight are skipped. Of the missing blocks, the plan contains the
-        leading run that the admission rule admits and that has room. In a victim tier the rule decides on
-        each block separately. Blocks of this request are not evicted. The new blocks are in flight until
-        `complete_store`.
+        leading blocks up to the first block that the admission rule refuses or that has no room. In a victim
+        tier the rule decides on each block separately. Blocks of this request are not evicted. The new blocks
+        are in flight until `complete_store`.
 
         Args:
             keys: the offered blocks, in prefix order.
             ctx: the request that offers the blocks.
-            admitted: True if admission rule and policy must accept all blocks. For blocks that are promoted
-                from another tier or restored.
+            admitted: True if the admission rule and the policy must accept all blocks, for example because
+                they are promoted from another tier.
 
         Returns:
-            The plan; it has no keys if there is nothing to store. None if no missing block has room, because
-            every slot is pinned, in flight, of this request, or protected by a quota. Then nothing is stored
-            or evicted, and the same offer may succeed later.
+            The plan. It has no keys if there is nothing to store. The result is None if there is no room for
+            any missing block, because every slot is pinned, in flight, used by this request, or protected by
+            a quota. Then nothing is stored or evicted, and the same offer may succeed later.
         """
         if ctx is None or ctx.owner is not self or ctx.finished or ctx.unpacked_keys:
             ctx = self._context(ctx)
@@ -442,7 +452,8 @@ class OffloadingManager:
     def keep(self, keys: Sequence[bytes]) -> int:
         """Record that the device dropped these blocks without an offer; return the number of absent blocks.
 
-        For a victim tier. The resident blocks are no longer duplicates and return to the policy's order.
+        Called for a victim tier. The resident blocks among `keys` are no longer duplicates and return to the
+        policy's order.
         """
         ctx, cache, batch = self._context(None), self._cache, batch_of(keys, self.key_bytes)
         new, kept = (blank_store(len(keys), self.key_bytes) for _ in range(2))
@@ -452,7 +463,7 @@ class OffloadingManager:
         return Entering.over(new).num_missing
 
     def complete_store(self, plan: StorePlan, success: bool = True) -> None:
-        """End a store: after success its blocks are readable; after a failure their slots are free.
+        """End a store. After success its blocks are readable. After a failure its slots are free.
 
         All copies into the slots of the plan must have ended before this call.
         """
@@ -483,16 +494,17 @@ class OffloadingManager:
 
         Rules for a store; the policy chooses among the permitted victims:
 
-        - Blocks of another tenant can be victims only if that tenant cannot fall below its minimum, whatever
-          the policy chooses.
+        - Blocks of another tenant can be victims only if that tenant keeps its minimum whatever victims the
+          policy chooses.
         - A tenant below its minimum evicts blocks of other tenants first. The policy must accept all its new
           blocks.
         - A tenant at its maximum evicts only its own blocks, even while slots are free.
 
         Args:
-            quotas: by tenant name. The sum of the minimums is at most the number of slots in use.
+            quotas: mapping: name of a tenant -> quota. The sum of the minimums must not exceed the number of
+                slots in use.
 
-        Raises: `ConfigError`; then the old quotas stay. Cost: O(blocks).
+        Raises: `ConfigError` for invalid quotas; then the old quotas stay. Cost: O(blocks).
         """
         self._tenants.set(quotas, self._wanted_blocks)
         if not self._state.has_tenants:
@@ -505,10 +517,12 @@ class OffloadingManager:
         self._tenants.write(tenants)
 
     def disown(self) -> None:
-        """Leave all blocks without an owner. For blocks of an earlier run, whose tenants are unknown.
+        """Remove the owner of all blocks.
 
-        Stores evict these blocks first. The tenant that loads a block next becomes its owner (`set_tenant`).
-        Call this method after the first `set_tenants`. Cost: O(blocks).
+        Needed if the blocks come from an earlier run, because then their tenants are unknown.
+
+        Stores evict blocks without an owner first. The next tenant that loads such a block becomes its owner
+        (`set_tenant`). Call this method after the first `set_tenants`. Cost: O(blocks).
         """
         tenants, nobody = self._state.tenants, self._tenants.nobody()
         tenants.owner[self.slots.filled()] = nobody
@@ -522,25 +536,29 @@ class OffloadingManager:
             ctx.set_tenant(self._tenants.number(tenant))
 
     def owners_of(self, slots: SlotArray) -> list[str]:
-        """Return the tenant of the block in each slot; ``other`` without quotas."""
+        """Return the name of the tenant that owns the block in each slot.
+
+        Without quotas all names are ``other``.
+        """
         if not self._state.has_tenants:
             return [OTHER] * len(slots)
         return [self._tenants.name(number) for number in self._state.tenants.owner[slots].tolist()]
 
     @property
     def tenants(self) -> dict[str, Quota]:
-        """The quotas by name of the tenant."""
+        """The quotas, by name of the tenant."""
         return dict(self._tenants.quotas)
 
     def reset(self, *, drop_in_flight: bool = False) -> None:
         """Forget every block, the policy's order and ghosts, and the admission rule's counts.
 
-        Slots that a transfer uses stay reserved until the transfer is completed. The record of misses stays,
-        and the forgotten blocks get the reason ``reset``. Counters of `stats` continue. Cost: O(capacity).
+        A slot in use by a transfer stays reserved until the transfer ends. The record of misses is kept, and
+        the forgotten blocks get the reason ``reset``. The counters of `stats` are not reset. Cost:
+        O(capacity).
 
         Args:
             drop_in_flight: True if the caller guarantees that no transfer is in flight. Then all slots are
-                free at once, and completing an old plan does nothing.
+                free at once, and a later `complete_load` or `complete_store` of an old plan does nothing.
         """
         ready = self.slots.ready()
         self._state.discarded += len(ready)
@@ -561,23 +579,26 @@ class OffloadingManager:
 
     @property
     def memory(self) -> Any:
-        """The manager's `Cache` record in memory, which compiled kernels take as an argument."""
+        """The memory of the manager's `Cache` struct, an argument of compiled kernels."""
         return self._cache
 
     @property
     def epoch(self) -> int:
-        """The number of resets. A plan of an earlier epoch stores nothing."""
+        """The number of resets. A store whose plan has an earlier epoch stores nothing."""
         return self._epoch
 
     def take_events(self) -> list[OffloadingEvent]:
         """Return the events since the last call, in order.
 
-        All events together yield the readable blocks.
+        All events since the manager's creation together give the set of readable blocks.
         """
         return [] if self._events is None else self._events.take()
 
     def stats(self) -> ManagerStats:
-        """Return a copy of the counters, the slots by state, and the policy's statistics. Cost: O(1)."""
+        """Return a copy of the counters, the number of slots in each state, and the policy's statistics.
+
+        Cost: O(1).
+        """
         stats = self.counters()
         stats.policy = self.policy.stats()
         stats.misses = by_reason(self.miss_counts)
@@ -586,7 +607,10 @@ class OffloadingManager:
         return stats
 
     def counters(self) -> ManagerStats:
-        """Return `stats` with empty `policy`, `misses` and `tenants`, for frequent calls. Cost: 3 us."""
+        """Return the same as `stats`, but with empty `policy`, `misses` and `tenants`.
+
+        For frequent calls. Cost: 3 us.
+        """
         return ManagerStats.of(self._state, self.slots)
 
     # ---- another policy
@@ -606,16 +630,17 @@ class OffloadingManager:
         """Begin to replace the policy. Nothing is evicted, and no block moves.
 
         Calls of `advance_policy_change` add the blocks to the new policy, in the order of the old policy. The
-        old policy decides until the new policy has all blocks. Blocks used or stored during the change are
-        added last. If the old policy moves an unused block during the change, the block is added at its old
-        or its new place. The new policy does not receive the old policy's counts, ghosts and learnt
-        parameters. If one of the two policies is in Python, this call adds all blocks and completes the
-        change. A `reset` does not stop the change.
+        old policy decides until the new policy has all blocks. Blocks that are used or stored during the
+        change are added last. If the old policy moves an unused block during the change, the block may be
+        added at its old or at its new place. The old policy's counts, ghosts and learnt parameters are lost.
+        If one of the two policies is in Python, `begin_policy_change` itself adds all blocks and completes
+        the change. A `reset` does not stop the change.
 
         Cost: O(1); O(blocks) if a policy is in Python. The first `advance_policy_change` costs O(blocks) if
         the old policy has neither `ordered_lists` nor `ordered_heap`.
 
-        Raises: `MisuseError` during another change, and for a change that was prepared for another policy.
+        Raises: `MisuseError` during another change, or if the current policy is not the policy from which
+        `change` was prepared.
         """
         if self._change is not None or change.old is not self.policy:
             raise MisuseError(f"policy {change.new.name}: the policy is changing, or has changed since")
@@ -637,9 +662,9 @@ class OffloadingManager:
         Call this method regularly while it returns True, for instance once a scheduler step.
 
         Args:
-            num_blocks: approximate number of blocks that this call adds to the new policy. Near the end a
-                call adds more blocks than requests have used since the last call, so that the change always
-                ends. Cost: 1 us for each block.
+            num_blocks: approximate number of blocks that this call adds to the new policy. Near the end of
+                the change, each call adds more blocks than requests have used since the previous call, so
+                that the change always ends. Cost: 1 us for each block.
         """
         change, num_blocks = self._change, check_integer("num_blocks", num_blocks, MAX_POSITIONS, 0)
         if change is not None and change.advance(self._state, num_blocks):
@@ -655,19 +680,19 @@ class OffloadingManager:
 
     @property
     def usable_blocks(self) -> int:
-        """Number of slots in use, at most `capacity_blocks`. Changes in steps, by `advance_resize`."""
+        """Number of slots in use, at most `capacity_blocks`. `advance_resize` changes it in steps."""
         return self.capacity_blocks - self.slots.num_unused
 
     def begin_resize(self, num_blocks: int) -> None:
-        """Set the number of slots to use, smaller or larger than now. `advance_resize` does the work.
+        """Set the number of slots to use to `num_blocks`. Then `advance_resize` adds or removes slots.
 
         To remove slots, the manager first takes free slots, then evicts blocks that the policy chooses.
-        Pinned blocks, blocks in flight and the minimums of tenants are protected; the resize then waits for
-        other evictable blocks. Policies still size their lists and ghosts for `capacity_blocks`. `hazard`
-        compares itself with an LRU cache of the new size.
+        Pinned blocks, blocks in flight and the minimums of tenants are protected. If only such blocks are
+        left, the resize waits until other blocks are evictable. The lists and ghosts of policies keep their
+        sizes for `capacity_blocks`. The policy `hazard` compares itself with an LRU cache of the new size.
 
         Raises:
-            ConfigError: `num_blocks` is not 1 to `capacity_blocks`, or less than the sum of all minimums.
+            ConfigError: `num_blocks` is below 1, above `capacity_blocks`, or below the sum of all minimums.
 
         Cost: O(1).
         """
@@ -681,8 +706,9 @@ class OffloadingManager:
         Call this method regularly while it returns True, for instance once a scheduler step.
 
         Args:
-            num_blocks: most blocks to evict in this call, at most `MOST_UNSEEN`. The call adds or removes up
-                to 32 times as many free slots. Cost: 1 us for each evicted block.
+            num_blocks: largest number of blocks to evict in this call, and never more than `MOST_UNSEEN`
+                blocks. In addition, the call adds or removes up to 32 times this number of free slots. Cost:
+                1 us for each evicted block.
 
         Raises: `PolicyError`, as `prepare_store`.
         """
@@ -718,14 +744,14 @@ class OffloadingManager:
             self._events.add(StorePlan(ctx, memory, evicted, self._epoch).evicted, removed=True)
 
     def refuse_only_if_asked(self) -> None:
-        """Forbid policies to refuse blocks unless the user has set their `write_cost`."""
+        """From now on, let the policy refuse blocks only if the user has set its `write_cost`."""
         self.refuses_unasked = False
         self.policy_may_refuse = self._may_refuse(self.policy)
 
     # ---- private
 
     num_members = 1
-    """Number of engines that use these blocks."""
+    """Number of engines that share these blocks."""
     not_ready_error: ClassVar[type[MisuseError]] = MisuseError
     """Raised by `prepare_load` and `pin` for a block that is not ready."""
 
@@ -787,9 +813,9 @@ class OffloadingManager:
             self._discard(plan.keys.take(rows), plan.slots[rows])
 
     def _close(self, plan: LoadPlan | StorePlan, kind: type, call: str) -> bool:
-        """Mark a plan as completed; return False if a `reset` with `drop_in_flight` has voided the plan.
+        """Mark a plan as completed. Return False if a `reset` with `drop_in_flight` has made the plan void.
 
-        Raises: `MisuseError` for a completed plan, or a plan of another kind or manager.
+        Raises: `MisuseError` if the plan is completed already, of another kind, or from another manager.
         """
         if not isinstance(plan, kind):
             raise MisuseError(f"{call} of a {type(plan).__name__}: it takes a {kind.__name__}")
@@ -805,7 +831,10 @@ class OffloadingManager:
         self._report_uses(ctx, num_used)
 
     def _report_uses(self, ctx: RequestContext, num_used: int) -> None:
-        """Report references and uses to a policy or rule in Python. Kernels report to compiled policies."""
+        """Report references and uses to a policy or admission rule in Python.
+
+        For compiled policies, kernels have done so.
+        """
         if not self.store_mode.is_compiled:
             self.store_mode.observe(ctx)
         if num_used:

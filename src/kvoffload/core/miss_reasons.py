@@ -1,6 +1,6 @@
 """Reasons why a block of a prompt was missing, as live metrics and `explain` report them.
 
-Knows names and meanings, but no managers, engines or traces.
+Owns the names and descriptions of the reasons. Does not know managers, engines or traces.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ REASONS: Final = {
     RESET: "the block was stored, and the cache was reset before this use",
     UNKNOWN: "the record of this block was dropped, or there was none: its history is unknown",
 }
-"""One line for each reason. A missing block has exactly one reason."""
+"""Mapping: reason -> description in one line. A missing block has exactly one reason."""
 
 LIVE_REASONS: Final = {reason: text for reason, text in REASONS.items() if reason != OTHER_ENGINE} | {
     NOT_OFFERED: "the device dropped the block before it was offered",
@@ -51,5 +51,5 @@ LIVE_REASONS: Final = {reason: text for reason, text in REASONS.items() if reaso
     KEPT_OUT: "the request has an adapter, and may not use a pool that engines share",
     PAUSED: "offloading is paused after an internal error",
 }
-"""Reasons that a running engine reports. `OTHER_ENGINE` is left out: an engine knows only its own
-requests."""
+"""Reasons that a running engine reports. `OTHER_ENGINE` is not among them, because an engine knows only its
+own requests."""

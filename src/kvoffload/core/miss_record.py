@@ -1,7 +1,7 @@
 """A bounded record of the reasons why blocks are absent, for `OffloadingManager.count_misses`.
 
-Owns a table of the last events of absent blocks. Knows hashes, not keys, and decides nothing: a wrong entry
-can only make an explanation wrong.
+Owns a table of the last events of absent blocks. The table has hashes instead of keys and affects no
+decision. So a wrong entry can only make an explanation wrong.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from kvoffload.structures.structs import Struct
 
 READY, EVICTED, NOT_ADMITTED, REFUSED, NO_ROOM, DAMAGED, FAILED_STORE, RESET = range(8)
 NOT_OFFERED, TIER_GAVE_UP, NEVER_SEEN, UNKNOWN, BEHIND_A_GAP, IN_FLIGHT, BUSY = range(8, 15)
-"""Codes of the states of a block. `EVICTED` to `TIER_GAVE_UP` are the events that a record holds."""
+"""Codes of the states of a block. The codes from `EVICTED` to `TIER_GAVE_UP` are events, which the record can
+hold."""
 
 REASON_OF = (
     *("", reasons.EVICTED, reasons.NOT_ADMITTED, reasons.REFUSED, reasons.NO_ROOM, reasons.DAMAGED),
     *(reasons.FAILED_STORE, reasons.RESET, reasons.NOT_OFFERED, reasons.TIER_GAVE_UP, reasons.NEVER_SEEN),
     *(reasons.UNKNOWN, reasons.BEHIND_A_GAP, reasons.IN_FLIGHT, reasons.BUSY),
 )
-"""The reason of each code; empty for `READY`."""
+"""The reason for each code, by index; an empty text for `READY`."""
 
 NUM_CODES = len(REASON_OF)
 CountArray: TypeAlias = npt.NDArray[np.int64]
-"""Counts by code, shape ``(NUM_CODES,)``."""
+"""Number of blocks with each code, shape ``(NUM_CODES,)``."""
 
 ENTRIES_PER_SLOT = 2
 WAYS = 8
-"""Number of entries in a set. A set has 32 bytes and lies in one cache line."""
+"""Number of entries in a set of the table. A set has 32 bytes and lies in one CPU cache line."""
 _EVENT = 15
 
 
@@ -40,12 +41,13 @@ class MissRecord(Struct):
     """A set-associative table of the last events of absent blocks, with about two entries for each slot.
 
     An entry consists of 28 bits of the key's hash and the event. The newest entry of a set comes first. In a
-    full set a new entry replaces the oldest entry. An entry lasts `num_entries` new entries on average.
+    full set a new entry replaces the oldest entry. On average an entry is replaced after `num_entries` new
+    entries.
 
-    Two blocks of a set may have the same 28 bits. A block without an entry then gets the event of the other
+    Two blocks of a set may have the same 28 bits. Then a block without an entry gets the event of the other
     block. This happens in one of 33 million lookups.
 
-    Memory: 8 bytes a slot, in whole sets.
+    Memory: 8 bytes per slot, rounded up to whole sets.
 
     Attributes:
         table: uint32 entries. Each set is `WAYS` consecutive entries. An empty entry is 0.
@@ -65,7 +67,7 @@ class MissRecord(Struct):
 
     @property
     def num_entries(self) -> int:
-        """Capacity of the table, in entries; 0 if nothing is recorded."""
+        """Capacity of the table, in entries; 0 if the manager records no misses."""
         return len(self.table)
 
 
@@ -92,14 +94,14 @@ def _tag_of(h: np.uint64) -> np.uint32:
 
 @inline
 def prefetch_set(record: MissRecord, h: np.uint64) -> None:
-    """Prefetch the set of a key with hash `h`, if there is a record."""
+    """Prefetch the set of a key with hash `h`. Does nothing if the table is empty."""
     if record.table.shape[0] != 0:
         prefetch(record.table, _first_of(record.table, h))
 
 
 @inline
 def note(record: MissRecord, h: np.uint64, event: int) -> None:
-    """Record an event of the absent key with hash `h`, if there is a record."""
+    """Record an event of the absent key with hash `h`. Does nothing if the table is empty."""
     table = record.table
     if table.shape[0] == 0:
         return
@@ -122,8 +124,8 @@ def note(record: MissRecord, h: np.uint64, event: int) -> None:
 def reason_of(record: MissRecord, h: np.uint64) -> int:
     """Return the last event of the absent key with hash `h`.
 
-    For a key without an entry: `UNKNOWN` if the key's set is full, so that an entry may be lost; otherwise
-    `NEVER_SEEN`.
+    For a key without an entry, returns `UNKNOWN` if the key's set is full, because an older entry may have
+    been replaced. Otherwise returns `NEVER_SEEN`.
     """
     table, tag = record.table, _tag_of(h)
     if table.shape[0] == 0:

@@ -1,6 +1,7 @@
-"""The store mode ``on-compute``, and base class of the store mode ``on-device-eviction``.
+"""The store mode ``on-compute``. It is also the base class of the store mode ``on-device-eviction``.
 
-A store mode calls policies and admission rules in Python. The manager's kernels call compiled policies.
+A store mode calls policies and admission rules that are written in Python. The manager's kernels call
+compiled policies.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ from kvoffload.structures.keys import Keys
 class OnCompute:
     """The mode in which blocks are offered as soon as the device has computed them, in prefix order.
 
-    The tier holds the blocks of the device, and more. The policy orders every block.
+    The tier holds the blocks of the device and more. The policy orders every block of the tier.
 
     Attributes:
-        one_prefix: True if the blocks of a store follow one another in one request.
-        follows_device: True if the mode tracks which blocks the device holds. The policy then observes a
-            request before the load, otherwise before the store.
+        one_prefix: True if the blocks of a store follow one another in the prefix of one request.
+        follows_device: True if the mode tracks which blocks the device holds. If True, the policy observes a
+            request before its load, otherwise before its store.
         is_compiled: True if kernels do all the work: the policy is compiled, and no admission rule is set.
-        num_not_admitted: number of blocks of the last offer that the admission rule, not the policy, refused.
+        num_not_admitted: number of blocks of the last offer that the admission rule refused, without blocks
+            that the policy refused.
     """
 
     one_prefix: ClassVar[bool] = True
@@ -53,7 +55,10 @@ class OnCompute:
         self.bind()
 
     def bind(self) -> None:
-        """Write a compiled policy's addresses to `Cache`. Call again if the policy's state is replaced."""
+        """Write the addresses of a compiled policy to `Cache`.
+
+        Call again if the policy's state is replaced.
+        """
         policy, cache = self.policy, self.cache
         if not isinstance(policy, CompiledPolicy):
             return
@@ -98,7 +103,8 @@ class OnCompute:
     def finished(self, ctx: RequestContext, num_used: int) -> None:
         """Report the end of a request to the policy.
 
-        If `num_used` is 0, the kernel has already called a compiled `finished`.
+        `num_used` is the result of `uses.finish`. If it is 0, the kernel has already called a compiled
+        `finished`.
         """
         if num_used:
             uses.finish(self.cache.memory, ctx.memory, True)
@@ -116,10 +122,11 @@ class OnCompute:
             ctx: the request.
             new: the offer. The method fills in the slots and victims.
             kept: receives the offered blocks that are already in RAM, if the tier is a victim tier.
-            enters: argument `admitted` of `stores.prepare_store`. If 0, the policy may refuse blocks.
-            admitted: if True, the admission rule is not asked.
+            enters: the argument `admitted` of `stores.prepare_store`. If it is 0, the policy may refuse
+                blocks.
+            admitted: True if all blocks enter without a check by the admission rule.
 
-        Raises: `PolicyError` when the policy breaks its contract.
+        Raises: `PolicyError` if the policy breaks its contract.
         """
         if not self.follows_device:
             self.observe(ctx)
@@ -144,14 +151,17 @@ class OnCompute:
         return stored
 
     def admit(self, rule: Admission, fresh: U64Matrix, rows: SlotArray) -> int:
-        """Move the rows of the blocks that the rule admits to the front; return their number."""
+        """Move the keys and rows of the blocks that the rule admits to the front.
+
+        Return the number of these blocks.
+        """
         return rule.leading(Keys(fresh, self.policy.index.key_bytes))
 
     def choose(self, new: Entering, ctx: RequestContext) -> None:
-        """Let a policy written in Python choose victims, by its `replace` method.
+        """Call the `replace` method of a policy written in Python to choose victims.
 
-        The policy writes the victims to ``new.slots``, from index ``num_given`` on. The kernel checks the
-        victims later.
+        The policy writes the victims to ``new.slots``, from index ``num_given`` on. A kernel checks them
+        later.
 
         Raises: `PolicyError` if the policy has changed free slots, or has refused blocks that it must accept.
         """
@@ -170,10 +180,13 @@ class OnCompute:
             )
 
     def keep(self, kept: Entering, ctx: RequestContext) -> None:
-        """Do nothing. A victim tier reports to the policy: the device has dropped these resident blocks."""
+        """Report to the policy that the device has dropped these resident blocks.
+
+        Does nothing here, only in a victim tier.
+        """
 
     def wrong_victim(self, plan: bytearray, row: int) -> PolicyError:
-        """Create the error for the invalid victim in this row of a plan."""
+        """Create the error for the invalid victim in row `row` of a plan."""
         new = Entering.over(plan)
         key = new.keys[row].tobytes()[: self.policy.index.key_bytes]
         return PolicyError(
@@ -188,7 +201,7 @@ class OnCompute:
         self.policy.remove(slots)
 
     def reset(self) -> None:
-        """Forget the duplicates, their uses and the policy's state."""
+        """Forget the duplicates, the uses of duplicates and the policy's state."""
         self.cache.duplicates.clear()
         self.cache.known.clear()
         self.policy.reset()

@@ -1,8 +1,8 @@
 """The store mode of a victim tier, which stores the blocks that the device drops.
 
 The policy orders only the blocks that the device does not hold. When the device loads a block, the block
-leaves the policy's order. When the device drops the block, the block reenters the order. The policy then
-receives a flag: True if the block was used meanwhile.
+leaves the policy's order. When the device drops the block, the block reenters the order. With the block the
+policy receives a flag, which is True if the block was used while the device held it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class OnDeviceEviction(OnCompute):
     follows_device = True
 
     def used(self, slots: SlotArray, reused: BoolArray) -> None:
-        """Call the `remove` method of a policy written in Python for new duplicates."""
+        """Remove new duplicates from the order of a policy written in Python."""
         self.policy.remove(slots)
 
     def admit(self, rule: Admission, fresh: U64Matrix, rows: SlotArray) -> int:

@@ -23,12 +23,12 @@ StoreName: TypeAlias = Literal["on-compute", "on-device-eviction"]
 ON_COMPUTE: Final = "on-compute"
 ON_DEVICE_EVICTION: Final = "on-device-eviction"
 STORES = (ON_COMPUTE, ON_DEVICE_EVICTION)
-"""Store modes. The engine offers blocks once they are computed (`ON_COMPUTE`) or when the device drops them
-(`ON_DEVICE_EVICTION`)."""
+"""Store modes. `ON_COMPUTE`: the engine offers blocks as soon as they are computed. `ON_DEVICE_EVICTION`: the
+engine offers blocks when the device drops them."""
 
 
 class LookupResult(Enum):
-    """The state of one block, with vLLM's names."""
+    """The state of one block. The names are those of vLLM."""
 
     MISS = auto()
     """The block is absent: compute it."""
@@ -51,7 +51,8 @@ ALL_READY, THEN_MISS = (
     tuple(PrefixLookup(count, result) for count in range(65))
     for result in (LookupResult.HIT, LookupResult.MISS)
 )
-"""Prebuilt results of `lookup` for up to 64 blocks, because building a result costs as much as the lookup."""
+"""Results of `lookup` for up to 64 ready blocks, created in advance because creating a result takes as long
+as the lookup."""
 
 
 class _Plan:
@@ -68,20 +69,23 @@ class _Plan:
 
 
 def complete(plan: LoadPlan | StorePlan, call: str) -> None:
-    """Mark a plan as completed. Raises `MisuseError`, which names `call`, if it is completed already."""
+    """Mark a plan as completed. If it is completed already, raise `MisuseError` that names `call`."""
     if plan.completed:
         raise misuse(plan, call, "is completed")
     plan.completed = True
 
 
 def _rows_of_parts(plan: LoadPlan | StorePlan, parts: Iterable[Rows] | None) -> Iterable[Rows]:
-    """Complete a plan that is split; return the rows of each part. By default each block is a part."""
+    """Mark a plan as completed because it is split.
+
+    Return the rows of each part. By default each block is a part.
+    """
     complete(plan, "split")
     return np.arange(len(plan))[:, np.newaxis] if parts is None else parts
 
 
 def misuse(plan: LoadPlan | StorePlan, call: str, reason: str) -> MisuseError:
-    """Create the error of a call that a plan does not permit."""
+    """Create the error of a `call` that is not allowed for this plan."""
     key = plan.keys[0].hex() if len(plan) else "none"
     return MisuseError(f"{call} of a plan that {reason}: request {plan.request_id!r}, key {key}")
 
@@ -89,7 +93,8 @@ def misuse(plan: LoadPlan | StorePlan, call: str, reason: str) -> MisuseError:
 class LoadPlan(_Plan):
     """Pinned blocks to load: ``slots[i]`` holds the block ``keys[i]`` until `complete_load`.
 
-    The plan refers to the caller's keys. Keys may be appended to their list, but not changed.
+    The plan refers to the caller's list of keys. The caller may append to the list, but must not change its
+    elements.
 
     Attributes:
         request: the request of the load.
@@ -114,11 +119,13 @@ class LoadPlan(_Plan):
 
     @property
     def slots(self) -> SlotArray:
-        """Slot of each key: shape ``(len(keys),)``, int32 (a view)."""
+        """Slot of each key: shape ``(len(keys),)``, int32. A view."""
         return Pinned.array(self.memory, "slots", len(self))
 
     def split(self, parts: Iterable[Rows] | None = None) -> list[LoadPlan]:
-        """Replace this plan by one plan for each part of its rows. By default each block is a part.
+        """Replace this plan by several plans, one for each array of rows in `parts`.
+
+        By default each block is a part.
 
         Raises: `MisuseError` for a plan that was completed or split.
         """
@@ -172,7 +179,10 @@ class StorePlan(_Plan):
 
     @property
     def missing_rows(self) -> npt.NDArray[np.int32]:
-        """Rows of the offered batch that were absent, int32: stored rows, then dropped, then refused."""
+        """Rows of the offered batch whose blocks were absent, int32.
+
+        The rows of stored blocks come first, then of dropped, then of refused blocks.
+        """
         return Entering.array(self.memory, "rows", _number(self.memory, _NUM_MISSING))
 
     @property
@@ -182,7 +192,10 @@ class StorePlan(_Plan):
 
     @property
     def evicted(self) -> Keys:
-        """Keys of the evicted blocks. Their slots are reused at once; a pinned block is never evicted."""
+        """Keys of the evicted blocks.
+
+        The new blocks reuse their slots at once. A pinned block is never evicted.
+        """
         return Keys(Entering.array(self.memory, "evicted", self.num_evicted), self.request.key_bytes)
 
     @property
@@ -200,7 +213,7 @@ class StorePlan(_Plan):
         return _number(self.memory, _NUM_REFUSED)
 
     def split(self, parts: Iterable[Rows] | None = None) -> list[StorePlan]:
-        """Replace this plan by one plan for each part of its rows, as `LoadPlan.split`."""
+        """Replace this plan by several plans, one for each part of its rows, as `LoadPlan.split` does."""
         return [self._part(rows) for rows in _rows_of_parts(self, parts)]
 
     def _part(self, rows: Rows) -> StorePlan:
@@ -227,8 +240,8 @@ def _number(memory: bytearray, at: int) -> int:
 class OffloadingEvent:
     """Blocks that became readable in a medium (`removed` False) or left the medium (`removed` True).
 
-    `block_size` is the number of tokens in a block, or 0 if unknown. `is_reset` is True if every block left
-    the medium; `keys` is then empty. Only pools that processes share set `is_reset`.
+    `block_size` is the number of tokens in a block, or 0 if unknown. If `is_reset` is True, every block left
+    the medium, and `keys` is empty. Only pools that several processes share set `is_reset`.
     """
 
     keys: Keys
@@ -239,25 +252,25 @@ class OffloadingEvent:
 
 
 COUNTERS = ("stored", "store_failed", "loaded", "evicted", "refused", "dropped", "kept", "discarded")
-"""Fields of both `Cache` and `ManagerStats`."""
+"""Names of the counters that both `Cache` and `ManagerStats` have."""
 
 
 @dataclass
 class ManagerStats:
-    """Counters since the manager's creation, and the current use of its slots. Unit: blocks.
+    """Counters since the manager's creation, and the current numbers of slots in each state. Unit: blocks.
 
     Invariants: ``free + writing + ready + condemned == capacity``, and
     ``stored == ready + evicted + discarded``.
     """
 
     capacity: int = 0
-    """Slots in use, see `OffloadingManager.begin_resize`."""
+    """Number of slots in use, see `OffloadingManager.begin_resize`."""
     free: int = 0
     writing: int = 0
     ready: int = 0
     evictable: int = 0
     duplicates: int = 0
-    """In a victim tier: ready blocks that the device also holds. They are evicted first."""
+    """Ready blocks that the device also holds. They are evicted first. Only a victim tier counts them."""
     condemned: int = 0
     """Slots of forgotten blocks that a transfer still uses. They become free when the transfer ends."""
     stored: int = 0
@@ -267,18 +280,22 @@ class ManagerStats:
     refused: int = 0
     """Blocks that the admission rule did not admit, or that the policy refused."""
     dropped: int = 0
-    """Admitted blocks that had no room, because all other blocks were pinned, in flight or protected."""
+    """Admitted blocks for which there was no room, because all slots held pinned blocks, blocks in flight or
+    protected blocks."""
     kept: int = 0
-    """In a victim tier: offered blocks that were duplicates, and so needed no copy."""
+    """Offered blocks of a victim tier that were duplicates and therefore needed no copy."""
     discarded: int = 0
-    """Blocks removed without an eviction: damaged blocks, and blocks forgotten by `reset`."""
+    """Blocks removed without an eviction: damaged blocks, and blocks that `discard` or `reset` forgot."""
     expected: int = 0
     """Keys that waiting requests expect."""
     misses: dict[str, int] = field(default_factory=dict)
     """Blocks that `count_misses` has counted, by reason. In a shared pool: only this engine's counts."""
     policy: dict[str, float] = field(default_factory=dict)
     tenants: dict[str, TenantStats] = field(default_factory=dict)
-    """Counts of each tenant with a quota, and of all others as ``other``. Empty without quotas."""
+    """Counts of each tenant with a quota, and the counts of all other tenants together as ``other``.
+
+    Empty without quotas.
+    """
 
     @classmethod
     def of(cls, cache: Cache, slots: Slots) -> ManagerStats:

@@ -1,6 +1,6 @@
-"""The contract of an eviction policy.
+"""The interface of an eviction policy.
 
-A policy orders slots. It owns no bytes, slots, clock or pins, and may remember keys of evicted blocks. One
+A policy orders slots. It owns no bytes, slots, clock or pins. It may remember keys of evicted blocks. One
 instance serves one manager, on the manager's thread.
 """
 
@@ -28,10 +28,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class EvictionPolicy(ABC):
-    """The batch contract between a manager and the policy that chooses its victims.
+    """Base class of the policies that choose a manager's victims. Methods take batches of blocks.
 
-    The manager calls `replace` only if enough blocks are evictable. So `replace` cannot fail, and a policy
-    has nothing to roll back. The manager checks every victim (`PolicyError`).
+    The manager calls `replace` only if enough blocks are evictable. So `replace` always succeeds, and a
+    policy never has to undo a change. The manager checks every victim and raises `PolicyError` for an invalid
+    one.
 
     Attributes:
         name: the name in options.
@@ -41,9 +42,10 @@ class EvictionPolicy(ABC):
             readable until `replace` returns.
         capacity_blocks: number of slots.
         refuses: True if `replace` may refuse new blocks.
-        counts_uses: True if the policy reads `reused`. If False, a victim tier does not track uses.
-        write_cost: for policies that refuse. A new block must be worth ``1 + write_cost`` times the victim,
-            otherwise it is refused. None: the policy's default.
+        counts_uses: True if the policy reads the argument `reused` of `access`. If False, a victim tier does
+            not track uses.
+        write_cost: for policies that refuse blocks. A new block is refused unless it is worth at least
+            ``1 + write_cost`` times as much as its victim. None: the policy's default.
 
     Every other public attribute with an annotation and a default, except a ``ClassVar``, is a parameter that
     users can set: ``s3fifo,small_share=0.2`` (see `Registry`).
@@ -64,36 +66,38 @@ class EvictionPolicy(ABC):
     def access(self, slots: SlotArray, reused: BoolArray) -> None:
         """Record that one request used these resident blocks, in prefix order.
 
-        A policy that orders by recency processes the blocks from last to first. The head of a prefix is then
-        the most recent block, and the tail is evicted first.
+        A policy that orders by recency must process the blocks from last to first. Then the head of a prefix
+        is the most recent block, and the tail is evicted first.
 
-        A victim tier reports uses later, because the device holds a block while the block is used. The device
-        drops blocks, `replace` inserts them, and then the tier calls `access` with all blocks of the offer,
-        in order. `reused` marks the blocks that were used again while they were duplicates. No block is
-        marked if the policy observes all traffic, or if its `counts_uses` is False. The tier omits the call
-        if no block was reused and the blocks were all kept or all stored.
+        A victim tier reports uses later, because the device holds the blocks while they are used. When the
+        device drops blocks, `replace` inserts them, and then the tier calls `access` with all blocks of the
+        offer, in order. `reused` is True for blocks that were used again while they were duplicates. It is
+        False for all blocks if the policy observes all traffic, or if `counts_uses` is False. The tier does
+        not call `access` if no block was reused and all blocks were kept or all blocks were stored.
 
         Args:
             slots: shape ``(n,)``, int32.
             reused: shape ``(n,)``, bool. True for the request's first access of the block. False if the
-                request has accessed or stored the block before: reorder the block, but count no use.
+                request has accessed or stored the block before; then the policy should reorder the block, but
+                count no use.
         """
 
     @abstractmethod
     def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
-        """Insert the absent blocks `keys`, in prefix order, and choose their victims.
+        """Insert the absent blocks `keys`, in prefix order, and choose the victims that make room for them.
 
-        The first `num_free` entries of `slots` are free slots. The policy writes its victims to the other
-        entries, in order of eviction. ``keys[i]`` enters ``slots[i]``. The policy removes the victims from
-        its order and adds the new blocks. If it orders by recency, the head of the prefix becomes the most
-        recent block.
+        The first `num_free` entries of `slots` are free slots. The policy writes the slots of its victims to
+        the other entries, in order of eviction. Then the block ``keys[i]`` enters ``slots[i]``. The policy
+        removes the victims from its order and adds the new blocks. If it orders by recency, the head of the
+        prefix becomes the most recent block.
 
-        A policy whose `refuses` is True may write `REFUSED` in place of a victim, if the victim is worth more
-        than the new block. If `protected.one_prefix` is True, the policy must then refuse all later blocks,
-        which would be unreachable. If `protected.admitted` is True, the policy must refuse no block.
+        If its `refuses` is True, the policy may write `REFUSED` in place of a victim that is worth more than
+        the new block. If `protected.one_prefix` is True and the policy refuses a block, it must also refuse
+        all later blocks, because no request could reach them. If `protected.admitted` is True, the policy
+        must not refuse any block.
 
         Args:
-            keys: keys of the new blocks, all different, none of them in the policy's order.
+            keys: keys of the new blocks. All are different, and none is in the policy's order.
             slots: shape ``(len(keys),)``, int32; read and written.
             num_free: number of free slots, 0 to ``len(keys)``.
             protected: slots that cannot be victims. Free slots count as protected.
@@ -107,7 +111,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def remove(self, slots: SlotArray) -> None:
-        """Forget blocks that left without being chosen as victims.
+        """Forget blocks that left the cache although the policy did not choose them as victims.
 
         Called after a failed store and for damaged blocks. In a victim tier, also called when the device
         holds a block again.
@@ -116,15 +120,17 @@ class EvictionPolicy(ABC):
     def expect(self, path: Keys, start: int) -> None:  # noqa: B027  (most ignore it)
         """Record that a request in the engine's queue will use these blocks, resident or not.
 
-        Optional: for policies that learn when blocks are used. The policy need not protect the blocks: the
-        manager evicts expected blocks last. A policy that refuses blocks should not refuse expected blocks.
+        Optional, for policies that learn when blocks are used. The policy need not protect the blocks,
+        because the manager evicts expected blocks last. A policy that refuses blocks should not refuse
+        expected blocks.
 
-        Called before the request's first `observe`. Each block of a request is reported once. A request that
-        is aborted in the queue is never served.
+        Called before the request's first `observe`. Each block of a request is reported once. If the request
+        is aborted in the queue, it will not use its blocks.
 
         Args:
             path: the first keys of the request, in prefix order.
-            start: number of leading keys of `path` that earlier calls reported. This call reports the others.
+            start: number of leading keys of `path` that earlier calls reported. This call reports the keys
+                from `start` on.
         """
 
     def observe(  # noqa: B027  (most ignore it)
@@ -132,21 +138,21 @@ class EvictionPolicy(ABC):
     ) -> None:
         """Record that a request refers to these blocks, resident or not.
 
-        For policies that learn from all traffic. Called before the request's first `access` or `replace`, and
-        again when the request has grown.
+        Optional, for policies that learn from all traffic. Called before the request's first `access` or
+        `replace`, and again when the request has grown.
 
         Args:
             path: the request's keys so far, in prefix order.
             slots: shape ``(len(path) - start,)``, int32; the slot of each block from `start` on, or -1.
             start: number of leading blocks of the path that earlier calls reported.
-            on_device: number of leading blocks that the device holds; they were not looked up in this tier.
+            on_device: number of leading blocks that the device holds. They were not looked up in this tier.
         """
 
     def finished(self, path: Keys, slots: SlotArray, hints: Hints) -> None:  # noqa: B027  (most ignore it)
         """Record the end of a request, with its hints.
 
-        For policies that learn the value of hints, or count ages from the end of a request. Called once for
-        each request, after its last `access`.
+        Optional, for policies that learn the value of hints or that measure ages from the end of a request.
+        Called once for each request, after its last `access`.
 
         Args:
             path: the request's keys, in prefix order.
@@ -155,10 +161,10 @@ class EvictionPolicy(ABC):
         """
 
     def resized(self, usable_blocks: int) -> None:  # noqa: B027  (most ignore it)
-        """Record that the manager uses this number of slots now, at most `capacity_blocks`.
+        """Record that the manager now uses `usable_blocks` slots, at most `capacity_blocks`.
 
-        For policies that compare the cache with other caches of the same size. Called on each step of a
-        resize, and when the policy starts to replace another policy.
+        Optional, for policies that compare the cache with other caches of the same size. Called on each step
+        of a resize, and when the policy begins to replace another policy.
         """
 
     @classmethod
@@ -182,8 +188,8 @@ class EvictionPolicy(ABC):
     def order(self) -> list[int] | None:
         """Return the slots of all ordered blocks, roughly from coldest to warmest.
 
-        By default the order of `ordered_lists` or `ordered_heap`. Returns None if the policy has no order.
-        For audits, tests and reports. Cost: O(blocks).
+        The default implementation returns the order of `ordered_lists` or `ordered_heap`, or None if the
+        policy has neither. Used by audits, tests and reports. Cost: O(blocks).
         """
         if (listed := self.ordered_lists()) is not None:
             lists, numbers = listed
@@ -195,15 +201,15 @@ class EvictionPolicy(ABC):
     def ordered_lists(self) -> tuple[Lists, Sequence[int]] | None:
         """Return the lists that define `order`, and the numbers of these lists, coldest list first.
 
-        Returns None if no lists define the order. With lists or a heap, no call of a policy change takes
-        O(blocks).
+        Returns None if no lists define the order. If a policy implements this method or `ordered_heap`, its
+        blocks can be handed over to another policy in small steps, without a call that takes O(blocks).
         """
         return None
 
     def ordered_heap(self) -> Heap | None:
         """Return the heap that defines `order`; None if no heap defines the order.
 
-        A rank in the heap may change only when its block is used.
+        The rank of a block may change only when the block is used.
         """
         return None
 
@@ -212,18 +218,22 @@ class BlockwisePolicy(EvictionPolicy):
     """Base class for policies in plain Python that handle one block at a time, for research.
 
     Implement `hit`, `insert`, `victim` and `forget`. Also implement `refresh` if recency matters. The batch
-    methods loop over these methods. 10 to 100 times slower than kernels, otherwise equivalent.
+    methods call these methods in a loop. Such a policy is 10 to 100 times slower than a compiled policy and
+    otherwise equivalent.
     """
 
     @abstractmethod
     def hit(self, slot: int) -> None:
-        """Record a use of the block in `slot`. Called from the tail of a request to its head."""
+        """Record a use of the block in `slot`.
+
+        Called for the blocks of a request from the last to the first.
+        """
 
     def refresh(self, slot: int) -> None:
-        """Move the block in `slot` to the place in the order of a block that was just used; count no use.
+        """Give the block in `slot` the place of a block that was just used, but count no use.
 
-        Called for blocks that a request has stored, and for blocks that it accesses again. The blocks of a
-        request are refreshed from last to first, so that the first block becomes the most recent.
+        Called for blocks that a request has stored and for blocks that it accesses again. The blocks of a
+        request are refreshed from last to first, so that its first block becomes the most recent.
         """
 
     @abstractmethod
@@ -234,12 +244,16 @@ class BlockwisePolicy(EvictionPolicy):
     def victim(self, key: bytes, protected: Protected) -> int:
         """Choose the block to evict for `key`, remove it from the order and return its slot.
 
-        ``slot in protected`` is True for blocks that cannot be evicted. At least one block can be evicted.
+        ``slot in protected`` is True if the block in `slot` cannot be evicted. At least one block can be
+        evicted.
         """
 
     @abstractmethod
     def forget(self, slot: int) -> None:
-        """Remove the block in `slot` from the order. The block left without being chosen as a victim."""
+        """Remove the block in `slot` from the order.
+
+        The block left the cache although the policy did not choose it as a victim.
+        """
 
     def access(self, slots: SlotArray, reused: BoolArray) -> None:
         for slot, is_reuse in zip(reversed(slots.tolist()), reversed(reused.tolist()), strict=True):
@@ -266,7 +280,8 @@ class BlockwisePolicy(EvictionPolicy):
 class CompiledPolicy(EvictionPolicy):
     """Base class for policies whose compiled functions the manager's kernels call by address.
 
-    ``@MyPolicy.compiled`` registers a function. The functions correspond to the methods of the same names::
+    The decorator ``@MyPolicy.compiled`` registers a function. The functions correspond to the methods of the
+    same names::
 
         expect(own: State, path: Path)  # if it learns from requests that wait
         observe(own: State, path: Path)  # if it learns from all traffic
@@ -275,18 +290,18 @@ class CompiledPolicy(EvictionPolicy):
         replace(own: State, new: Entering, cache: Cache, path: Path)
         remove(own: State, used: Used)
 
-    `State` is a `Struct`, the class of the policy's `state`. The new blocks of a call are these positions of
+    `State` is the class of the policy's `state`, a `Struct`. A call reports the blocks at these positions of
     the path:
 
     - `expect`: from ``path.foreseen`` to ``path.num_expected - 1``
     - `observe`: from ``path.observed`` on; ``path.found`` has their slots
-    - `finished`: the whole path; ``path.found`` has the slots; ``path.label`` is the number
-      that `Labels` assigned to the request's hints, or 0
+    - `finished`: the whole path; ``path.found`` has the slots, and ``path.label`` is the number that `Labels`
+      assigned to the request's hints, or 0
 
-    `replace` calls `state.evictable` to find evictable blocks. Subclasses inherit functions.
+    In `replace`, call `state.evictable` to find evictable blocks. Subclasses inherit the functions.
 
     Attributes:
-        state: the state of the functions, created in the constructor. `reset` clears or replaces it.
+        state: the argument `own` of the functions, created in the constructor. `reset` clears or replaces it.
         functions: the registered functions by name.
     """
 

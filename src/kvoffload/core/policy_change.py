@@ -1,4 +1,4 @@
-"""The change of a manager's policy during operation: the new policy adopts the resident blocks, in order.
+"""The change of a running manager's policy: the new policy adopts the resident blocks, in order.
 
 Any thread may create a `PolicyChange`. `OffloadingManager.begin_policy_change` begins the change.
 `OffloadingManager.advance_policy_change` reads the old policy's order in steps (`resident_order`). The old
@@ -34,18 +34,18 @@ from kvoffload.structures.structs import Struct, call_2, call_4
 _CHUNK = 256
 """Largest number of blocks in one call of the new policy."""
 _CALL_BLOCKS = 16
-"""Smallest cost of a call of the new policy, in blocks."""
+"""Fixed minimum that a call of the new policy costs, expressed in blocks."""
 
 
 class State(Struct):
     """The state of a `Handover`.
 
     Attributes:
-        taken: ``taken.where`` is `NEW` for blocks in the new policy's order. ``taken.recent`` lists blocks
-            used or stored since the change began; the new policy adopts these blocks last.
+        taken: ``taken.where`` is `NEW` for blocks that the new policy has. ``taken.recent`` lists the blocks
+            that were used or stored since the change began. The new policy adopts these blocks last.
         reused: True for blocks that were used again since the change began.
         num_calls: number of calls that used or stored blocks.
-        removed: blocks that the new policy must forget, collected for one call.
+        removed: blocks that the new policy must forget, collected until they are worth a call.
         old, new: addresses of the policies' states.
         old_expect, new_expect, ...: addresses of the policies' functions, or 0.
     """
@@ -70,10 +70,10 @@ class State(Struct):
 
 
 class Handover(CompiledPolicy):
-    """The policy of a manager during a change: the old policy decides, and the new policy learns.
+    """The policy of a manager during a change. The old policy decides, and the new policy learns.
 
-    Both policies observe all traffic. The new policy adopts the resident blocks first. Uses and new blocks
-    follow, because they are more recent.
+    Both policies observe all traffic. The new policy first adopts the resident blocks that were not used
+    since the change began, then the blocks that were used or stored since then, because they are more recent.
 
     Attributes:
         old, new: the policies.
@@ -91,9 +91,10 @@ class Handover(CompiledPolicy):
         self.bind()
 
     def bind(self) -> None:
-        """Write the addresses of the policies' states and functions.
+        """Write the addresses of the policies' states and functions to `State`.
 
-        Call `bind` again when a state may have moved: after a policy's `reset`, and after unpickling.
+        Call `bind` again when the state of a policy may have moved: after the policy's `reset`, and after
+        unpickling.
         """
         for which, policy in (("old", self.old), ("new", self.new)):
             setattr(self.state, which, policy.state.address)
@@ -116,7 +117,7 @@ class Handover(CompiledPolicy):
 
 @inline
 def _forget(own: State, slot: int) -> None:
-    """Record that a block left the old policy's order. Also remove the block from the new policy."""
+    """Record that a block left the old policy's order, and remove the block from the new policy, too."""
     taken = own.taken
     if taken.where[slot] == NEW:
         own.removed.slots[own.removed.count] = slot
@@ -205,9 +206,10 @@ def remove(own: State, used: Used) -> None:
 
 @kernel
 def _take_coldest(own: State, slots: I32Array, reused: BoolArray) -> int:
-    """Remove the coldest recent blocks that one call used or stored, at most ``len(slots)``.
+    """Remove the coldest recent blocks from their list: those that one call used or stored, at most
+    ``len(slots)``.
 
-    Writes the blocks to the end of `slots`, the coldest block last. Returns their number.
+    Writes the blocks to the end of `slots`, with the coldest block last. Returns the number of blocks.
     """
     links, sentinel, stamps = own.taken.recent.links, own.taken.recent.num_positions, own.taken.stamps
     count, room = 0, slots.shape[0]
@@ -239,15 +241,15 @@ def _adopt(own: State, slots: ReadI32Array, new: Entering, cache: Cache, path: P
 class PolicyChange:
     """A new policy for a manager, and its progress in adopting the manager's blocks.
 
-    Created by `OffloadingManager.prepare_policy_change`, in any thread. The constructor compiles the policy's
+    `OffloadingManager.prepare_policy_change` creates it, in any thread. The constructor compiles the policy's
     kernels and allocates memory, which can take seconds.
 
     Attributes:
         spec: the new policy, as the caller specified it.
         old, new: the policies.
-        handover: the manager's policy during the change. None unless both policies are compiled: the change
-            then completes when it begins.
-        known: the keys that a victim tier remembers for the new policy.
+        handover: the manager's policy during the change. None if one of the policies is in Python, because
+            such a change is complete as soon as it begins.
+        known: the used keys that a victim tier will remember for the new policy (`returning`).
     """
 
     def __init__(
@@ -272,9 +274,10 @@ class PolicyChange:
             self.handover.bind()
 
     def adopt_all(self, cache: Cache, ordered: SlotArray) -> None:
-        """Add all blocks to the new policy. For a change with a policy in Python.
+        """Add all blocks to the new policy. Used if one of the policies is in Python.
 
-        `ordered`: slots of the blocks that the old policy orders; used if its `order` returns None.
+        `ordered`: slots of all blocks that the old policy has. The method uses them if the old policy's
+        `order` returns None.
         """
         order = self.old.order()
         self._adopt(cache, ordered if order is None else np.array(order, np.int32))
@@ -299,7 +302,7 @@ class PolicyChange:
     def _advance_readers(self, taken: Taken, cache: Cache, num_blocks: int) -> int:
         """Add blocks to the new policy that no request has used since the change began.
 
-        Returns `num_blocks` minus the cost of this call, in blocks.
+        Returns the rest of the budget `num_blocks` after the cost of this call, in blocks.
         """
         taken.allow(num_blocks)
         while num_blocks > 0 and taken.visits_left > 0 and self._readers:
@@ -312,7 +315,10 @@ class PolicyChange:
         return num_blocks
 
     def _adopt(self, cache: Cache, slots: SlotArray) -> None:
-        """Add blocks to the new policy one by one, coldest first. Single calls preserve the order."""
+        """Add blocks to the new policy, coldest first.
+
+        Each block has its own call of `replace`, which preserves the order.
+        """
         new = Entering.over(blank_store(1, self.new.index.key_bytes))
         new.one_prefix, new.admitted = not self.follows_device, True
         if self.handover is not None:
@@ -324,7 +330,10 @@ class PolicyChange:
             self.new.replace_in(new, cache.memory, self._path)
 
     def _give_recent(self, state: State, cache: Cache) -> int:
-        """Add the coldest recent blocks of one call to the new policy; return the cost, in blocks."""
+        """Add the coldest recent blocks, which one call used or stored, to the new policy.
+
+        Return the cost, in blocks.
+        """
         slots, reused = np.empty(_CHUNK, np.int32), np.empty(_CHUNK, np.bool_)
         count = _take_coldest(state.memory, slots, reused)
         slots, reused = slots[_CHUNK - count :], reused[_CHUNK - count :]

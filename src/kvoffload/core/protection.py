@@ -1,4 +1,4 @@
-"""Protected slots, which must not be evicted, for policies in Python."""
+"""Protected slots, for policies in Python. A protected slot must not be evicted."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ class Protected:
     """The slots that must not be evicted.
 
     These are free slots, slots in flight, pinned slots, slots of the storing request, and spared slots. A
-    spared slot holds an expected block, or a block that a quota protects. Policies in Python test ``slot in
-    protected``. Compiled policies call `state.evictable`. Valid during one call of `EvictionPolicy.replace`.
+    spared slot holds an expected block, or a block that a quota protects. Policies in Python test
+    ``slot in protected``. Compiled policies call `state.evictable`. The object is valid during one call of
+    `EvictionPolicy.replace`.
 
     Attributes:
         entering: slots that the policy has assigned in this call. A policy in Python adds each slot to this
             set. A compiled policy does not use the set: it inserts blocks after it has chosen every victim.
         one_prefix: True if the new blocks follow one another in one request, so that each block needs the
             blocks before it.
-        admitted: True if the policy may refuse none of the new blocks.
+        admitted: True if the policy must accept all new blocks.
         cache, path: the state of the manager and of the storing request, for kernels.
     """
 
@@ -44,8 +45,8 @@ class Protected:
     def is_quiet(self) -> bool:
         """True if the policy should not learn from this store. Always False without quotas.
 
-        Reason: the storing tenant replaces only its own blocks, and stores more blocks than its part of the
-        cache justifies.
+        It is True if the storing tenant can evict only its own blocks, and stores more blocks than its part
+        of the cache justifies (`tenants.may_learn`).
         """
         return bool(_is_quiet(self.cache))
 

@@ -1,6 +1,6 @@
 """Quotas as users write them: ``{"a": {"min": "10GiB", "tiers": {"disk": {"max": "1TiB"}}}}``.
 
-Knows no sizes: the caller reads them.
+The module does not parse sizes: the caller passes a function that does.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ ONE_OWNER = (
 _NAMES, _TIERS = ("min", "max"), "tiers"
 
 ReadSize = Callable[[str, object], int]
-"""Function of an option's name and value that returns the size. Raises `ConfigError`."""
+"""Function that converts the value of an option to a size. Arguments: name and value of the option. Raises
+`ConfigError`."""
 
 
 class Quotas(NamedTuple):
     """Minimum and maximum of each tenant; the maximum is None for no limit.
 
     Attributes:
-        ram: tenant -> its quota of RAM.
-        tiers: name of a tier behind RAM -> tenant -> its quota of the tier.
+        ram: mapping: tenant -> its quota of RAM.
+        tiers: mapping: name of a tier behind RAM -> tenant -> its quota of the tier.
     """
 
     ram: dict[str, tuple[int, int | None]]
@@ -37,7 +38,7 @@ class Quotas(NamedTuple):
 
 
 def read_quotas(option: str, given: object, read_size: ReadSize) -> Quotas:
-    """Read the quotas of all tenants. `given`: a mapping, or its JSON. Raises `ConfigError`."""
+    """Read the quotas of all tenants from `given`, a mapping or its JSON text. Raises `ConfigError`."""
     if isinstance(given, str):
         try:
             given = msgspec.json.decode(given)

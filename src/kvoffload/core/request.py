@@ -1,8 +1,8 @@
 """Request contexts: a manager's record of a running inference request.
 
 Owns the request's *path*: all keys that the request has looked up, loaded, touched or offered, in order of
-first appearance. Each key has a record. With the path, a retried request accesses each block once, a store
-protects the request's own blocks, and each key is hashed and looked up only once.
+first appearance. Each key has a record. Thanks to the path, a retried request counts as one use of each
+block, a store does not evict the request's own blocks, and each key is hashed and looked up only once.
 """
 
 from __future__ import annotations
@@ -28,21 +28,24 @@ from kvoffload.structures.keys import Keys, words_per_key, wrong_key
 from kvoffload.structures.structs import Struct
 
 HASH, HINT, FLAGS = 0, 1, 2
-"""Columns of `records`. `HINT`: the block's last known slot, as ``version << 32 | slot + 1``; 0 for none. A
-hint is valid until the slot's version changes, because the block may leave while the request runs."""
+"""Columns of `Path.records`. `HINT`: the block's last known slot, as ``version << 32 | slot + 1``, or 0. The
+block may leave the slot while the request runs; then the slot's version changes, and the hint is invalid."""
 
 ACCESSED = 1
 SCRATCH = 2
 SMALLEST_ROOM = 16
 
 AGAIN = -(1 << 60)
-"""Results below AGAIN are errors. `FULL`: the path is too small for the batch. `WRONG`: a key is invalid.
-Nothing has changed; the caller calls `make_room` and tries again."""
+"""Results of kernels below `AGAIN` are errors. `FULL`: the path is too small for the batch. `WRONG`: a key is
+invalid. After an error nothing has changed; the caller calls `make_room` and tries again."""
 FULL, WRONG = AGAIN - 1, AGAIN - 2
 
 
 class Used(Struct):
-    """The resident blocks that a request uses, for a policy's `access`. The first `count` rows are valid."""
+    """The resident blocks that a request uses: the argument of a policy's `access`.
+
+    The first `count` rows are valid.
+    """
 
     slots: I32Array
     reused: BoolArray
@@ -50,10 +53,10 @@ class Used(Struct):
 
 
 class Path(Struct):
-    """The state of a request, for kernels, in one piece of memory.
+    """The state of a request in one piece of memory, for kernels.
 
     Attributes:
-        index: the request's keys; positions count in order of first appearance.
+        index: the request's keys. The position of a key is its rank in the order of first appearance.
         records: shape ``(room, 3)``, uint64: hash, slot hint and flags of each key.
         positions: int32: path positions of the current batch.
         used: the blocks that the current batch uses.
@@ -61,17 +64,20 @@ class Path(Struct):
             `misses.count_misses`: the code of each counted block.
         length: number of keys on the path.
         observed: number of leading keys that a compiled policy has observed.
-        on_device: number of leading blocks that the device holds. The first lookup begins at this position.
+        on_device: number of leading blocks that the device holds. The request's first lookup begins at this
+            position.
         was_asked: 1 after the first lookup.
         label: number of the request's hints (`hints.Labels`).
         num_expected: number of leading keys that are expected while the request waits in the engine's queue.
         foreseen: number of expected keys that were reported to the policy.
         number: number of the request in a recording of calls; 0 before its first recorded call.
-        recorded: number of leading keys in the recording of calls; `log.ENDED` after the end of the request.
+        recorded: number of leading keys that the recording of calls has; `log.ENDED` after the end of the
+            request.
         tenant: number of the request's tenant (`tenants.TenantNumbers`); 0 without quotas.
         is_quiet: 1 if the policy does not observe the request (`tenants.may_learn`).
-        cut: 1 + position of the first block of the policy's last refusal; 0 if none. While this block is
-            absent, later blocks are refused too: they would be unreachable. Always 0 in a victim tier.
+        cut: 1 + position of the first block that the policy refused in its last refusal; 0 if it refused
+            none. While this block is absent, all later blocks are refused, too, because no request could
+            reach them. Always 0 in a victim tier.
     """
 
     index: Index
@@ -94,7 +100,7 @@ class Path(Struct):
 
 
 def used_blocks(slots: I32Array, reused: BoolArray | None = None) -> Any:
-    """Create the memory of a `Used` that has these blocks."""
+    """Create the memory of a `Used` with these blocks."""
     memory = bytearray(_blank_used((len(slots) - 1).bit_length()))
     used = Used.over(memory)
     used.slots[: len(slots)], used.count = slots, len(slots)
@@ -124,10 +130,10 @@ class RequestContext:
 
     Attributes:
         memory: a `Path`, for the manager's kernels.
-        room: number of keys that fit before the path grows.
+        room: number of keys for which the path has room. It grows when more keys come.
         unpacked_keys: single keys that were looked up and are not yet on the path.
         observed: number of leading keys that were reported to a policy in Python and to the admission rule.
-        num_observations: number of calls that reported these keys.
+        num_observations: number of calls that reported the `observed` keys.
         hints: labels from the engine.
         owner: the manager. Slot hints are valid only in this manager.
     """
@@ -195,8 +201,8 @@ class RequestContext:
     def extend(self, keys: Sequence[bytes]) -> I32Array:
         """Add `keys` to the path; return the position of each key.
 
-        The result is a view, valid until the request's next call. Cost: O(keys). Raises `ValueError` that
-        names the first key of a wrong length.
+        The result is a view, valid until the request's next call. Cost: O(keys). If a key has a wrong length,
+        raises `ValueError` that names the first such key.
         """
         self.add(keys)
         return self.positions(len(keys))
@@ -230,9 +236,11 @@ class RequestContext:
         return Keys(Index.array(self.memory, "keys", self.length, start), self.key_bytes)
 
     def make_room(self, keys: Sequence[bytes], problem: int) -> None:
-        """Enlarge the path after `FULL`. After `WRONG`, raise an error for the first invalid key.
+        """Enlarge the path if `problem` is `FULL`.
 
-        Raises: `ValueError` for a wrong length, `TypeError` for an object that is not ``bytes``.
+        If it is `WRONG`, raise an error for the first invalid key.
+
+        Raises: `ValueError` if the key has a wrong length, `TypeError` if it is not ``bytes``.
         """
         if problem == WRONG and (error := wrong_key(keys, self.key_bytes)):
             raise error
@@ -246,7 +254,10 @@ class RequestContext:
 
 
 def batch_of(keys: Sequence[bytes], key_bytes: int) -> Any:
-    """Convert `keys` to a kernel's `KeyBatch`. Raises `ValueError` for packed keys of another length."""
+    """Convert `keys` to a kernel's `KeyBatch`.
+
+    Raises `ValueError` if packed keys do not have `key_bytes` bytes.
+    """
     if type(keys) is list:
         return keys
     if isinstance(keys, Keys):
@@ -257,7 +268,7 @@ def batch_of(keys: Sequence[bytes], key_bytes: int) -> Any:
 
 
 def room_for(count: int) -> int:
-    """Round `count` up to a power of two, at least `SMALLEST_ROOM`, so that few sizes are allocated."""
+    """Round `count` up to a power of two, at least `SMALLEST_ROOM`, so that few sizes of paths exist."""
     return max(SMALLEST_ROOM, 1 << (count - 1).bit_length())
 
 
@@ -276,7 +287,9 @@ def _blank_path(room: int, key_bytes: int) -> bytes:
 
 @inline
 def place_of(path: Path, length: int, row: int) -> int:
-    """Return the path position of the key in ``path.index.keys[row]``. A new key gets the position `length`.
+    """Return the position of the key that is stored in ``path.index.keys[row]``.
+
+    A new key gets the position `length`.
 
     Returns ABSENT if there is no room for a new key.
     """

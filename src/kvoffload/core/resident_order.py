@@ -1,8 +1,10 @@
-"""The order of a policy's blocks, read in steps while the policy works.
+"""Readers of the order of a policy's blocks.
+
+They read in steps, and between the steps the policy changes its order.
 
 Each reader class reads one kind of order. `take` returns the next blocks, coldest first. The caller marks
-these blocks as taken (`Taken.where`). A block that is used during the reading moves: it may be returned
-twice, late or never. So the caller must also record used blocks (`Taken.recent`). The last reader,
+these blocks as taken (`Taken.where`). If a block is used between two steps, it moves, and the reader may
+return it twice, late or never. So the caller must also record used blocks (`Taken.recent`). The last reader,
 `SlotSweep`, returns the blocks that earlier readers missed. Does not know why the order is read.
 """
 
@@ -24,24 +26,24 @@ from kvoffload.structures.structs import Struct
 LEFT, NEW = 0, 1
 """Values of `Taken.where`: not taken, and taken."""
 _VISITS = 16
-"""Budget of a reader for each requested block, in visits. Passing a block of a list costs 1 visit. Taking a
-block from a heap costs `_VISITS` visits, and so does the end of a pass over a list."""
+"""Budget of a reader for each requested block, in visits. To pass a block of a list costs 1 visit. To take a
+block from a heap or to reach the end of a list costs `_VISITS` visits."""
 _COPY_VISITS = _VISITS // 2
-"""Cost of copying one rank of a heap, in visits."""
+"""Cost to copy one rank of a heap, in visits."""
 _NO_CURSOR = -1
 
 
 class Taken(Struct):
-    """The blocks that the reader's caller has taken or has seen in use.
+    """The blocks that the caller of the readers has taken or has seen in use.
 
     Attributes:
         where: `NEW` for the blocks that the caller has taken.
         recent: the blocks that were used or stored since the reading began, most recent first.
-        stamps: number of the call that used or stored the recent block in each slot.
+        stamps: for each slot with a recent block: number of the call that used or stored the block.
         cursor: the last block that the reader has passed, or `_NO_CURSOR`.
         cursor_stamp: the stamp of the block at the cursor; -1 if that block was not recent.
         at_end: 1 if a list has no further block.
-        visits_left: number of visits that the readers may still spend. A reader can exceed this number by
+        visits_left: number of visits that the readers may still spend. A reader can exceed it by up to
             `_VISITS`.
     """
 
@@ -73,14 +75,14 @@ class Taken(Struct):
 
 
 class Reader(Protocol):
-    """Interface of the readers of a policy's order."""
+    """Interface of a reader of a policy's order."""
 
     is_done: bool
 
     def take(self, taken: Taken, cache: Cache, most: int) -> SlotArray:
-        """Return the next blocks, at most `most`, as far as `Taken.visits_left` allows.
+        """Return the next blocks: at most `most`, and no more than `Taken.visits_left` allows.
 
-        A reader that returns fewer blocks, or none, is not necessarily done; see `is_done`.
+        If a reader returns fewer blocks, or none, it is not necessarily done; see `is_done`.
         """
 
 
@@ -89,7 +91,7 @@ class ListsReader:
 
     If the block at the cursor has moved, the reader starts again at the tail of the list and skips taken
     blocks. The reader cannot detect every move, for example if taken blocks move together with the block at
-    the cursor. So a list is done only after a pass from the tail that finds no block.
+    the cursor. So a list counts as done only after a complete pass from its tail that finds no further block.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
@@ -116,9 +118,9 @@ class ListsReader:
 
 
 class HeapReader:
-    """Reads the heap of a policy: copies all ranks, then returns the blocks in ascending order of rank.
+    """Reads the heap of a policy: first copies all ranks, then returns the blocks in ascending order of rank.
 
-    The ranks can be copied in steps, because a block's rank changes only when the block is used.
+    It may copy the ranks in several steps, because the rank of a block changes only when the block is used.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
@@ -142,7 +144,10 @@ class HeapReader:
 
 
 class ListedReader:
-    """Returns the blocks of `EvictionPolicy.order`, which is called once, by the first `take`."""
+    """Returns the blocks of `EvictionPolicy.order`.
+
+    The first `take` calls `order`, and later calls use its result.
+    """
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
@@ -159,7 +164,7 @@ class ListedReader:
 
 
 class SlotSweep:
-    """Returns the blocks that are neither taken nor recent, in order of slots."""
+    """Returns all blocks that are neither taken nor recent, in ascending order of their slots."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity, self._at = capacity, 0
@@ -176,7 +181,7 @@ class SlotSweep:
 
 
 def readers_of(policy: EvictionPolicy) -> list[Reader]:
-    """Return readers of a policy's order, to be used one after another. Cost: O(capacity) with a heap."""
+    """Return the readers for a policy's order. Use them one after another. Cost: O(capacity) for a heap."""
     reader: Reader = ListedReader(policy)
     if policy.ordered_lists() is not None:
         reader = ListsReader(policy)
@@ -210,7 +215,8 @@ def _stamp_of(taken: Taken, slot: int) -> int:
 def _has_stayed(taken: Taken, lists: Lists, sentinel: int, slot: int) -> bool:
     """Return True if the block at the cursor is still in its place.
 
-    New and used blocks join the list at the head. So the next colder block is taken or recent.
+    If the next colder block is neither taken nor recent, the block at the cursor has moved: blocks join a
+    list only at its head, so all colder blocks were passed already.
     """
     if (
         slot == _NO_CURSOR
@@ -224,7 +230,9 @@ def _has_stayed(taken: Taken, lists: Lists, sentinel: int, slot: int) -> bool:
 
 @kernel
 def _walk(taken: Taken, cache: Cache, lists: Lists, sentinel: int, slots: I32Array) -> int:
-    """Write the next blocks of a list to `slots`, except taken and recent blocks; return their number.
+    """Write the next blocks of a list to `slots`, except taken and recent blocks.
+
+    Return the number of written blocks.
 
     Sets ``taken.at_end`` to 1 at the end of the list.
     """
@@ -255,7 +263,9 @@ def _copy_ranks(taken: Taken, cache: Cache, heap: Heap, copy: Heap, start: int, 
 
 @kernel
 def _take_least(taken: Taken, cache: Cache, heap: Heap, slots: I32Array) -> int:
-    """Remove blocks from a heap, lowest rank first; write them to `slots`, except taken and recent blocks.
+    """Remove blocks from a heap, lowest rank first, and write them to `slots`.
+
+    Taken and recent blocks are not written.
 
     Returns the number of written blocks.
     """

@@ -1,8 +1,9 @@
-"""A record of the uses of duplicates in a victim tier. No policy orders a duplicate.
+"""A record of the uses of duplicates in a victim tier.
 
-A policy forgets a block that becomes a duplicate. When the device drops the block, the policy would treat the
-block as new. So the tier remembers used keys in two lists: keys used once, and keys used again. A hit from
-this tier always counts as used again. When the block returns, the policy receives the flag `reused`.
+When a block becomes a duplicate, the policy forgets it. When the device drops the block, it returns to the
+policy, which would treat the block as new. So the tier remembers the keys of used duplicates in two lists:
+keys used once, and keys used again. A block that was loaded from this tier counts as used again at once. When
+a block returns, the policy receives the flag `reused`: True if the block was used again.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ ONCE, AGAIN = 0, 1
 
 
 def known_keys(index: Index, is_needed: bool) -> KeyLists:
-    """Create the two lists, each with one place per slot of the tier. Without room unless `is_needed`.
+    """Create the two lists. Each has room for one key per slot of the tier, or no room if not `is_needed`.
 
-    The room suffices for a device with as many blocks as the tier. With a larger device the least recently
-    used keys are forgotten, and their blocks return as new. Memory: 56 bytes and two keys per slot.
+    This is enough for a device with as many blocks as the tier. With a larger device the least recently used
+    keys are forgotten, and their blocks return as new. Memory: 56 bytes and two keys per slot.
     """
     return KeyLists(2 * len(index.keys) if is_needed else 0, index.key_bytes, 2)
 

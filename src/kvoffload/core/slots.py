@@ -17,33 +17,33 @@ SlotArray: TypeAlias = npt.NDArray[np.int32]
 """Slot numbers, shape ``(n,)``."""
 
 FREE, WRITING = -2, -1
-"""Values of `ref_cnt` for slots without a readable block.
+"""Values of `Slots.ref_cnt` for slots without a readable block.
 
-For a ready block `ref_cnt` is the number of pins.
+For a slot with a ready block, `ref_cnt` is the number of pins.
 """
 
 
 class Slots(Struct):
-    """`capacity` slots, all free at first. Memory: 13 bytes a slot.
+    """The states of `capacity` slots, which are all free at first. Memory: 13 bytes per slot.
 
     States of a slot:
 
     - *free*
     - *writing*: a store is in flight
-    - *ready*: the block can be read; a reader pins the block
+    - *ready*: the block can be read; it is pinned while a reader uses it
     - *condemned*: the block is forgotten, but a transfer still uses the slot. The slot becomes free when the
       transfer ends. Withheld slots (`withhold`) are condemned, too.
-    - *unused*: outside the used part of the pool
+    - *unused*: not in use since a resize of the cache
 
     Attributes:
         ref_cnt: shape ``(capacity,)``, int32: pins of a ready block, `WRITING` or `FREE`.
-        version: shape ``(capacity,)``, uint32: grows by one when a block leaves the slot. This invalidates
-            the slot hints of requests.
+        version: shape ``(capacity,)``, uint32: increases by one when a block leaves the slot, which
+            invalidates the slot hints of requests.
         condemned: shape ``(capacity,)``, bool. Also True for unused slots; their `ref_cnt` is `WRITING`.
-        stack: int32. The first `num_free` entries are the free slots; the last of them is used next. The last
-            `num_unused` entries are the unused slots.
+        stack: int32. The first `num_free` entries are the free slots; entry ``num_free - 1`` is used next.
+            The last `num_unused` entries are the unused slots.
         num_free, num_writing, num_condemned, num_unused: slots in that state.
-        num_evictable: ready blocks without a pin; condemned slots do not count.
+        num_evictable: number of ready blocks without a pin. Condemned slots do not count.
     """
 
     ref_cnt: I32Array
@@ -103,8 +103,8 @@ class Slots(Struct):
     def withhold(self, count: int) -> SlotArray:
         """Condemn `count` free slots until `release`; return these slots.
 
-        Chooses the free slots that would be used last. The slots stay condemned after a `reset`, unless
-        `drop_in_flight`.
+        Chooses the free slots that would be used last. A `reset` leaves these slots condemned, unless its
+        `drop_in_flight` is True.
         """
         taken = self.stack[:count].copy()
         self.stack[: self.num_free - count] = self.stack[count : self.num_free].copy()
@@ -128,7 +128,7 @@ class Slots(Struct):
         return self.stack[self.capacity - self.num_unused :]
 
     def reset(self, *, drop_in_flight: bool) -> None:
-        """Forget every block. Slots that a transfer uses are condemned, or freed if `drop_in_flight`.
+        """Forget every block. A slot in use by a transfer is condemned or, if `drop_in_flight`, freed.
 
         Unused slots stay unused. Cost: O(capacity).
         """
@@ -162,7 +162,7 @@ def retire_slot(slots: Slots, slot: int) -> None:
 
 @kernel
 def retire(slots: Slots, most: int) -> int:
-    """Move up to `most` slots from free to unused; return their number."""
+    """Mark up to `most` free slots as unused; return their number."""
     count = min(most, slots.num_free)
     for _ in range(count):
         slots.num_free -= 1
@@ -172,7 +172,7 @@ def retire(slots: Slots, most: int) -> int:
 
 @kernel
 def readmit(slots: Slots, most: int) -> int:
-    """Move up to `most` slots from unused to free; return their number."""
+    """Mark up to `most` unused slots as free; return their number."""
     count = min(most, slots.num_unused)
     for _ in range(count):
         slot = slots.stack[slots.capacity - slots.num_unused]

@@ -1,6 +1,6 @@
-"""Structs of the manager's kernels: a cache, and the blocks of one store or load.
+"""Structs that the manager's kernels use: the state of a cache, and the blocks of one store or load.
 
-Also owns the test whether a block is evictable. Decides nothing.
+The module also owns the test for evictable blocks. It decides nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvoffload.structures.structs import Struct
 REFUSED = -1
 """Value that `EvictionPolicy.replace` writes in place of a victim, to refuse the new block."""
 SPARES_EXPECTED, SPARES_TENANTS = 1, 2
-"""Bits of `Cache.spares`."""
+"""Bits of `Cache.spares`, see there."""
 
 
 class Cache(Struct):
@@ -35,23 +35,23 @@ class Cache(Struct):
     Attributes:
         index: maps keys to slots.
         slots: the state of each slot.
-        duplicates: one list of the slots whose block the device also holds; empty unless `follows_device`.
-        known: used keys of duplicates (`returning`). Empty unless `follows_device` and the policy needs them.
-        expected: keys that waiting requests expect. Without room until the first request waits
-            (`make_queue`).
-        misses: the last events of absent blocks. Without room unless the manager explains misses.
-        tenants: owners and quotas. Without room until the manager has quotas.
+        duplicates: slots whose block the device also holds, in one list; empty unless `follows_device`.
+        known: keys of used duplicates (`returning`). Has no room unless `follows_device` is set and the
+            policy needs the keys.
+        expected: keys that waiting requests expect. Has no room until the first request waits (`make_queue`).
+        misses: the last events of absent blocks. Has no room unless the manager explains misses.
+        tenants: owners and quotas. Has no room until the manager has quotas.
         has_tenants: 1 if the manager has quotas.
-        member: tenant of all requests of this process, if each engine of a shared pool is a tenant. 0 if each
-            request names its tenant.
+        member: number of the tenant of all requests of this process, if each engine of a shared pool is a
+            tenant. 0 if each request has its own tenant.
         spares: bit mask of limits on the current store. `SPARES_EXPECTED`: the store evicts no expected
             blocks, because other slots suffice. `SPARES_TENANTS`: quotas limit the store's victims.
         policy: address of the policy's state.
-        expect, observe, finished, access, replace, remove: addresses of the policy's compiled functions.
-            0 if the manager calls a method in Python instead.
+        expect, observe, finished, access, replace, remove: addresses of the policy's compiled functions. An
+            address is 0 if the policy has no such compiled function, or has the method in Python.
         follows_device: 1 in a victim tier.
-        holds: int32: number of pins of this process on each slot; `WRITING` while this process writes the
-            slot. Empty unless processes share the slots.
+        holds: int32: for each slot the number of pins of this process, or `WRITING` while this process writes
+            the slot. Empty unless several processes share the slots.
         log: the calls, if they are recorded (`log.Log`).
         stored, ...: as in `ManagerStats`.
     """
@@ -99,14 +99,15 @@ class Entering(Struct):
     Attributes:
         keys: keys of the missing blocks, in the order of the offer.
         rows: row of each missing block in the offered batch.
-        slots: slots of the first `count` missing blocks. The first `num_free` slots were free. The following
-            slots, up to `num_given`, held duplicates. The policy writes its victims to the later entries.
+        slots: slots for the first `count` missing blocks. The first `num_free` of them were free. The slots
+            from there up to ``num_given - 1`` held duplicates. The policy writes its victims to the entries
+            from `num_given` on.
         evicted: keys of the evicted duplicates and victims.
         count: number of blocks to store.
-        num_offered, num_missing: number of offered blocks, and of absent blocks among them.
+        num_offered, num_missing: number of offered blocks, and number of absent blocks among them.
         num_dropped, num_refused: as in `StorePlan`.
-        one_prefix: 1 if the blocks follow one another in one request.
-        admitted: 1 if the policy may refuse no block.
+        one_prefix: 1 if the blocks follow one another in the prefix of one request.
+        admitted: 1 if the policy must accept all blocks.
         number: number of the plan in a recording of calls; negative for a part of a split plan; 0 if calls
             are not recorded.
     """
@@ -128,7 +129,10 @@ class Entering(Struct):
 
 
 class Pinned(Struct):
-    """The blocks of one load: `count` slots. `number` as in `Entering`."""
+    """The blocks of one load, in the first `count` entries of `slots`.
+
+    `number` has the meaning of `Entering.number`.
+    """
 
     slots: I32Array
     count: int
@@ -141,7 +145,7 @@ def blank_store(num_blocks: int, key_bytes: int) -> Any:
 
 
 def entering(keys: Keys, slots: SlotArray, num_given: int) -> Entering:
-    """Create an `Entering` with these keys and slots. Only the first `num_given` slots are assigned."""
+    """Create an `Entering` with these keys and slots. Only the first `num_given` slots are valid."""
     count = len(slots)
     new = Entering.over(blank_store(count, keys.key_bytes))
     new.keys[:count], new.slots[:count] = keys.words, slots
@@ -182,7 +186,7 @@ def tenant_of(cache: Cache, path: Path) -> int:
 
 @inline
 def may_give(cache: Cache, slot: int) -> bool:
-    """Return True if the quotas let the store evict the block in `slot`."""
+    """Return True if the quotas allow the current store to evict the block in `slot`."""
     return cache.spares & SPARES_TENANTS == 0 or gives(cache.tenants, slot)
 
 
@@ -212,7 +216,7 @@ def is_expected(cache: Cache, new: Entering, row: int) -> bool:
 
 @inline
 def note_move(cache: Cache, slot: int) -> None:
-    """Record that a block may move in its list. `resume_search` then does not start at this block."""
+    """Record that a block may move in its list, so that `resume_search` does not start at this block."""
     if cache.has_tenants:
         cache.tenants.moves[slot] += np.uint32(1)
 
@@ -221,15 +225,15 @@ def note_move(cache: Cache, slot: int) -> None:
 def coldest_evictable(cache: Cache, path: Path, links: I32Matrix, slot: int, sentinel: int) -> int:
     """Search a list from `slot` towards the head; return the first evictable block, or the sentinel.
 
-    With quotas, a search from the tail resumes after the blocks that an earlier search has skipped. So a
-    compiled policy must call `note_move` when `replace` moves a block to the head of its list.
+    With quotas, a search from the tail starts after the blocks that an earlier search has skipped. So if
+    `replace` of a compiled policy moves a block to the head of its list, it must call `note_move`.
     """
     return coldest_of(cache, path, links, slot, sentinel, sentinel)
 
 
 @inline
 def coldest_of(cache: Cache, path: Path, links: I32Matrix, slot: int, sentinel: int, key: int) -> int:
-    """Search as `coldest_evictable`. `key` identifies the list among all lists of the policy."""
+    """Search as `coldest_evictable` does. `key` identifies the list among all lists of the policy."""
     if cache.spares & SPARES_TENANTS != 0:
         return _coldest_of_givers(cache, path, links, slot, sentinel, key)
     while slot != sentinel and not evictable(cache, path, slot):
@@ -239,7 +243,10 @@ def coldest_of(cache: Cache, path: Path, links: I32Matrix, slot: int, sentinel: 
 
 @inline
 def _coldest_of_givers(cache: Cache, path: Path, links: I32Matrix, slot: int, sentinel: int, key: int) -> int:
-    """Search as `coldest_of`, with quotas. Cost: amortized O(1) for each block that the quotas protect."""
+    """Search as `coldest_of` does, with quotas.
+
+    Cost: amortized O(1) for each block that the quotas protect.
+    """
     tenants, num_skipped = cache.tenants, 0
     is_first = slot == links[sentinel, PREV]
     if is_first:
@@ -258,8 +265,8 @@ def _coldest_of_givers(cache: Cache, path: Path, links: I32Matrix, slot: int, se
 def evict_coldest(cache: Cache, path: Path, links: I32Matrix, first: int, last: int, new: Entering) -> bool:
     """Remove the coldest evictable blocks from lists, and write them to `new` as the victims of a store.
 
-    Searches the lists with the sentinels `first` to `last`, one after the other. Returns False if too few
-    blocks are evictable.
+    Searches the lists with the sentinels `first` to `last`, one after another. Returns False if there are too
+    few evictable blocks.
     """
     sentinel = first
     slot = links[sentinel, PREV]
@@ -280,7 +287,8 @@ def evict_coldest(cache: Cache, path: Path, links: I32Matrix, first: int, last: 
 def next_victim(cache: Cache, path: Path, lists: Lists, number: int) -> int:
     """Return the next evictable block of list `number`, coldest first; ABSENT if there is none.
 
-    A protected block stays protected during a store, so one `rewind` serves all blocks of the store.
+    A protected block stays protected during a store. So call `rewind` only once before all blocks of the
+    store.
     """
     sentinel = lists.num_positions + number
     slot = coldest_evictable(cache, path, lists.links, lists.cursors[number], sentinel)
@@ -290,7 +298,10 @@ def next_victim(cache: Cache, path: Path, lists: Lists, number: int) -> int:
 
 @inline
 def victim_of_either(cache: Cache, path: Path, lists: Lists, number: int) -> int:
-    """Return the next victim of list `number`, or of list ``1 - number`` if all blocks are protected."""
+    """Return the next victim of list `number`.
+
+    If all its remaining blocks are protected, take list ``1 - number``.
+    """
     victim = next_victim(cache, path, lists, number)
     if victim == ABSENT:
         victim = next_victim(cache, path, lists, 1 - number)

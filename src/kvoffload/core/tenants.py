@@ -1,9 +1,9 @@
-"""Tenants: the owners of blocks, their quotas, and the room of a store under these quotas.
+"""Tenants: the owners of blocks, their quotas, and the number of blocks that a store may have under these
+quotas.
 
 A tenant may use more than its minimum while other tenants do not need the slots. A store may evict blocks of
-another tenant only if that tenant cannot fall below its minimum, whatever victims the policy chooses. A
-tenant at its maximum evicts its own blocks. Owns the counts per tenant. Does not know keys, policies or
-requests.
+another tenant only if that tenant keeps its minimum whatever victims the policy chooses. A tenant at its
+maximum evicts its own blocks. Owns the counts per tenant. Does not know keys, policies or requests.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ MAX_TENANTS = 63
 UNLIMITED = 1 << 40
 ALL_TENANTS = (1 << MAX_TENANTS) - 1
 LEARNT_PART, LEARNT_ALWAYS = 2.0, 1 / 64
-"""Limit of learning from a tenant above its minimum, as a share of all offered blocks: `LEARNT_PART` times
-the tenant's share of the cache, plus `LEARNT_ALWAYS`. The constant permits learning from a tenant that has no
-blocks."""
+"""Limit for `may_learn`: a policy learns from at most this share of all offered blocks for a tenant above its
+minimum. The share is `LEARNT_PART` times the tenant's share of the cache, plus `LEARNT_ALWAYS`. With
+`LEARNT_ALWAYS` the policy can also learn from a tenant that has no blocks."""
 UNSURE = -1
-"""Result of `room_of_store`: the room is unknown until `on_path` is counted."""
+"""Result of `room_of_store`: count `Tenants.on_path` and call the function again, because the result depends
+on it."""
 
 _STRIDE, _DEPTH, _ROWS = 64, 16, 256
 _KEY, _MASK, _COUNT, _FIRST = 0, 1, 2, 3
@@ -46,14 +47,14 @@ class Quota:
 
     Attributes:
         min_blocks: blocks that no other tenant can evict.
-        max_blocks: most blocks that the tenant holds; None for no limit.
+        max_blocks: largest number of blocks that the tenant holds; None for no limit.
     """
 
     min_blocks: int = 0
     max_blocks: int | None = None
 
     def divided(self, parts: int) -> Quota:
-        """Return an equal part of the quota, rounded down. A maximum is at least one block."""
+        """Return the quota divided by `parts`, rounded down. A maximum remains at least one block."""
         low = self.min_blocks // parts
         return Quota(low, None if self.max_blocks is None else max(1, low, self.max_blocks // parts))
 
@@ -66,7 +67,7 @@ class TenantStats:
         min, max: the quota; `max` is None for no limit.
         held: blocks that the tenant owns, readable or in flight.
         loaded: blocks that requests of the tenant have loaded, including blocks of other owners.
-        evicted: blocks of the tenant that were evicted, by stores of any tenant or by a resize.
+        evicted: blocks of the tenant that were evicted by stores of any tenant or by a resize.
     """
 
     min: int
@@ -86,26 +87,27 @@ class TenantStats:
 
 
 class Tenants(Struct):
-    """Owners of the blocks and counts per tenant. Memory: 6 bytes a slot; none without tenants.
+    """Owners of the blocks and counts per tenant. Memory: 6 bytes per slot, or none without tenants.
 
     Attributes:
-        owner: int16: tenant of the block in each slot.
+        owner: int16: for each slot the tenant that owns its block.
         moves: uint32: for each slot the number of calls that may have moved its block in the policy's order.
         held: number of blocks that each tenant owns.
-        evictable: number of these blocks that are ready and not pinned.
+        evictable: number of blocks of each tenant that are ready and not pinned.
         min, max: quotas; `UNLIMITED` for no maximum.
         loaded, evicted: as in `TenantStats`.
-        on_path: evictable blocks of each tenant on the path of the current store.
+        on_path: number of evictable blocks of each tenant on the path of the storing request.
         marks: remembered places of searches, see `resume_search`.
-        num_tenants: tenants with a number; 0 while there are no quotas.
-        orphans: bit mask of tenants that no longer exist; their blocks leave first.
+        num_tenants: number of tenants with a number; 0 while there are no quotas.
+        orphans: bit mask of the tenants that no longer exist. Their blocks are evicted first.
         givers: bit mask of the tenants whose blocks the current store may evict.
         usable_free: number of free slots that the current store may use.
-        is_owed: 1 if the current store fills its tenant's minimum with blocks of other tenants.
-        is_quiet: 1 if the policy should not learn from the current store (`may_learn`), and all victims
-            belong to the storing tenant.
+        is_owed: 1 if the current store evicts blocks of other tenants because its tenant is below its
+            minimum.
+        is_quiet: 1 if the policy should not learn from the current store (`may_learn`) and all victims belong
+            to the storing tenant.
         num_offered: number of absent blocks that all stores have offered.
-        credit: number of offered blocks of each tenant from which the policy may still learn.
+        credit: for each tenant, the number of offered blocks from which the policy may still learn.
         credited: value of `num_offered` at the last update of each tenant's `credit`.
         stride: number of skipped blocks between two remembered places.
     """
@@ -166,7 +168,7 @@ class TenantNumbers:
         self.quotas: dict[str, Quota] = {}
 
     def number(self, name: str) -> int:
-        """Return the number of a tenant; 0 for names without a quota."""
+        """Return the number of a tenant; 0 for a name without a quota."""
         return self._numbers[name] if name in self.quotas else 0
 
     def name(self, number: int) -> str:
@@ -175,7 +177,7 @@ class TenantNumbers:
         return name if name in self.quotas else OTHER
 
     def nobody(self) -> int:
-        """Return the number that stands for the owner of blocks without a tenant."""
+        """Return the number of the tenant that stands for "no owner"."""
         return self._numbers.setdefault(_NOBODY, len(self._numbers))
 
     def set(self, quotas: Mapping[str, Quota], capacity: int) -> None:
@@ -201,8 +203,8 @@ class TenantNumbers:
     def stats(self, tenants: Tenants) -> dict[str, TenantStats]:
         """Return the counts of each tenant with a quota, and of `OTHER`.
 
-        If a tenant's quota is removed, `OTHER` holds the tenant's blocks. The tenant's loads and evictions
-        then count for no tenant: a counter must not jump when a quota is removed or returns.
+        If a tenant's quota is removed, its blocks count as blocks of `OTHER`. But its past loads and
+        evictions count for no tenant, so that no counter jumps when a quota is removed or returns.
         """
         counts = (tenants.held, tenants.loaded, tenants.evicted)
         stats = {}
@@ -241,7 +243,7 @@ def _plain(quota: Quota) -> Quota:
 
 @inline
 def gives(tenants: Tenants, slot: int) -> bool:
-    """Return True if the quotas let the current store evict the block in `slot`."""
+    """Return True if the quotas allow the current store to evict the block in `slot`."""
     return (tenants.givers >> np.int64(tenants.owner[slot])) & 1 != 0
 
 
@@ -257,10 +259,13 @@ def num_evictable_of(tenants: Tenants) -> int:
 
 @inline
 def _find_givers(tenants: Tenants, owner: int, needed: int, with_own: bool) -> int:
-    """Set `givers` for a store that needs `needed` victims; return how many blocks the givers can lose.
+    """Set `givers` for a store that needs `needed` victims.
 
-    Another tenant is a giver if it can provide all victims and keep its minimum. The tenant `owner` of the
-    store is a giver if `with_own`, whatever its minimum.
+    Return the number of evictable blocks of the givers.
+
+    Another tenant is a giver if it keeps its minimum even if all `needed` victims, or all its evictable
+    blocks, are evicted from it. The tenant `owner` of the store is a giver if `with_own`, whatever its
+    minimum.
     """
     givers, count = np.int64(0), np.int64(0)
     for other in range(tenants.num_tenants):
@@ -287,7 +292,8 @@ def _count_orphans(tenants: Tenants) -> int:
 def largest_part(tenants: Tenants, owner: int, most: int) -> int:
     """Return the largest number of victims, up to `most`, that the quotas allow; set `givers` accordingly.
 
-    `owner`: the tenant of the store, whose minimum does not protect its own blocks; `MAX_TENANTS` for none.
+    `owner`: the tenant of the store, or `MAX_TENANTS` for no tenant. Its minimum does not protect its blocks
+    from its own store.
     """
     low, high = np.int64(0), np.int64(most)
     while low < high:
@@ -314,26 +320,27 @@ def _room_of_own(tenants: Tenants, owner: int, wanted: int, num_free: int) -> in
 
 @inline
 def room_of_store(tenants: Tenants, owner: int, wanted: int, num_free: int, margin: int) -> int:
-    """Return how many of `wanted` new blocks of tenant `owner` have room.
+    """Return the number of new blocks of tenant `owner` for which there is room, at most `wanted`.
 
-    Also sets `givers`, `usable_free` and `is_owed` of `tenants`. The victims come from the first source that
-    has enough blocks:
+    Also sets `givers`, `usable_free` and `is_owed` of `tenants`. The victims come from the first of these
+    sources that has enough blocks:
 
     1. tenants that no longer exist
-    2. other tenants with a surplus; only if `owner` is still within its minimum after the store
-    3. `owner`, and all other tenants with a surplus
+    2. other tenants with blocks above their minimum, but only if the store does not lift `owner` above its
+       own minimum
+    3. `owner` and all other tenants with blocks above their minimum
 
-    If no source has enough blocks, the largest part that has room is stored.
+    If no source has enough blocks, the result is the largest number for which there is room.
 
     If the store would exceed the maximum of `owner`, there are two ways: evict only blocks of `owner`, or
-    grow to the maximum and evict blocks of other tenants, too. The function chooses the way that stores more
+    grow to the maximum and evict blocks of other tenants, too. The function chooses the way that allows more
     blocks.
 
     Args:
-        margin: 0 if `on_path` is counted. Otherwise an upper bound of the evictable blocks on the path; the
-            result is then `wanted` or `UNSURE`.
+        margin: 0 if `on_path` has been counted. Otherwise an upper bound of the number of evictable blocks on
+            the path; then the result is `wanted` or `UNSURE`.
 
-    Cost: O(tenants), times the logarithm of `wanted` if the room is scarce.
+    Cost: O(tenants) or, if there is too little room, O(tenants × log wanted).
     """
     growth = max(np.int64(0), tenants.max[owner] - tenants.held[owner])
     tenants.usable_free, tenants.is_owed = num_free, 0
@@ -376,8 +383,8 @@ def room_of_store(tenants: Tenants, owner: int, wanted: int, num_free: int, marg
 def adopt(tenants: Tenants, slot: int, owner: int) -> bool:
     """Make tenant `owner` the owner of the pinned block in `slot`, if its present owner no longer exists.
 
-    Changes nothing if the present owner exists or `owner` does not. Returns True if the owner changed. The
-    caller must then call `forget_places`, because a search for victims may have passed the block.
+    Changes nothing if the present owner exists or `owner` does not. Returns True if the owner changed. If it
+    did, the caller must call `forget_places`, because the victim search may already be beyond the block.
     """
     old = np.int64(tenants.owner[slot])
     if (tenants.orphans >> old) & 1 == 0 or (tenants.orphans >> np.int64(owner)) & 1 != 0:
@@ -393,7 +400,7 @@ def adopt(tenants: Tenants, slot: int, owner: int) -> bool:
 
 @inline
 def evicts_only_own(tenants: Tenants, owner: int) -> bool:
-    """Return True if the current store of a tenant can evict no block of another tenant."""
+    """Return True if the current store of tenant `owner` cannot evict blocks of other tenants."""
     for other in range(tenants.num_tenants):
         if other != owner and (tenants.givers >> other) & 1 != 0 and tenants.evictable[other] > 0:
             return False
@@ -404,14 +411,14 @@ def evicts_only_own(tenants: Tenants, owner: int) -> bool:
 def may_learn(tenants: Tenants, owner: int, num_missing: int, num_stored: int, capacity: int) -> bool:
     """Count a store; return True if the policy may learn from the store.
 
-    All tenants share the state that a policy learns, such as ghosts and reuse statistics. A scan by one
-    tenant must not displace this state. So the policy learns from a tenant above its minimum only in
+    A policy learns one state from all tenants, such as ghosts and reuse statistics. A scan by one tenant must
+    not replace this state. So if a tenant is above its minimum, the policy learns from its stores only in
     proportion to the tenant's part of the cache (`LEARNT_PART`, `LEARNT_ALWAYS`).
 
     Args:
         num_missing: number of absent blocks that the store offers.
-        num_stored: number of these blocks that have room.
-        capacity: slots of the cache.
+        num_stored: number of these blocks that are stored.
+        capacity: number of slots of the cache.
     """
     tenants.num_offered += num_missing
     held = tenants.held[owner]
@@ -431,10 +438,12 @@ def may_learn(tenants: Tenants, owner: int, num_missing: int, num_stored: int, c
 
 @inline
 def forget_places(tenants: Tenants, owner: int) -> None:
-    """Forget the search places that may be wrong after a tenant has adopted blocks of orphans.
+    """Forget the remembered search places that may be wrong after tenant `owner` has adopted blocks of
+    orphans, tenants that no longer exist.
 
-    A place may be wrong if the givers of its search include the tenant but not all orphans. If the givers
-    include all orphans, the search has passed no block of an orphan, and the place stays valid.
+    A place may be wrong if the givers of its search include `owner` but not all orphans: the search may have
+    skipped a block that now belongs to `owner`. If the givers include all orphans, the search has skipped no
+    block of an orphan, and the place stays valid.
     """
     for row in range(tenants.marks.shape[0]):
         givers = tenants.marks[row, _MASK]
@@ -455,7 +464,8 @@ def resume_search(tenants: Tenants, links: I32Matrix, key: int, sentinel: int) -
     All colder blocks belong to tenants that are not givers.
 
     A search remembers places that it has passed, in a stack for each list and set of givers. A place is valid
-    until its block moves: new blocks join the list at the head, so blocks at its cold side can only leave.
+    until its block moves. New blocks join the list at the head, so the blocks behind the place can only
+    become fewer.
     """
     marks, row = tenants.marks, _row_of(tenants, key)
     if marks[row, _KEY] == key and marks[row, _MASK] == tenants.givers:
@@ -470,7 +480,10 @@ def resume_search(tenants: Tenants, links: I32Matrix, key: int, sentinel: int) -
 
 @inline
 def remember_place(tenants: Tenants, key: int, slot: int) -> None:
-    """Remember that no block of a giver is colder than `slot`. A full stack drops every second place."""
+    """Remember that no block of a giver is colder than `slot`.
+
+    If the stack is full, every second place is dropped.
+    """
     marks, row = tenants.marks, _row_of(tenants, key)
     if marks[row, _KEY] != key or marks[row, _MASK] != tenants.givers:
         marks[row, _KEY], marks[row, _MASK], marks[row, _COUNT] = key, tenants.givers, 0

@@ -1,7 +1,7 @@
-"""Keys that no request has, for evictions without new blocks.
+"""Keys that no request has. The manager uses them to evict blocks without a new block.
 
-A policy evicts blocks only to insert new blocks. To shrink the cache, the manager offers the policy these
-keys as new blocks, which the policy forgets at once.
+A policy evicts blocks only to insert new blocks. So to shrink the cache, the manager offers these keys to the
+policy as new blocks, and then removes them from the policy at once.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def unseen_keys(key_bytes: int) -> Keys:
     """Return `MOST_UNSEEN` keys of this length.
 
     If `key_bytes` is 8 or more, the hashes of the keys do not depend on `key_bytes`. So a replay of recorded
-    hashes makes the same decisions as the recorded cache. Shorter keys may be in the cache; the manager then
-    skips them.
+    hashes makes the same decisions as the recorded cache. If `key_bytes` is below 8, a real block may have
+    one of the keys; then the manager skips this key.
     """
     hashes = np.random.default_rng(0x6B766F).integers(0, 1 << 64, MOST_UNSEEN, np.uint64)
     words = words_with_hash(hashes, words_per_key(key_bytes))

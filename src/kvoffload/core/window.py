@@ -1,24 +1,27 @@
-"""The number of cold device blocks that are offered to a victim tier after each step."""
+"""The number of cold device blocks that the engine offers to a victim tier after each step."""
 
 from __future__ import annotations
 
 _MARGIN = 1.5
 """Size of the window, relative to the largest number of blocks that the device recently dropped in a step."""
 _DECAY = 0.999
-"""Decay of the window for each step that drops blocks; 693 such steps halve the window.
+"""Factor of the window's size in each step in which the device drops blocks. After 693 such steps the window
+is half as large.
 
-The decay is slow, because steps that load a long prefix are rare but drop many blocks at once. A block that
-is dropped without an offer cuts off the rest of its prefix (docs/performance.md has measurements).
+The decay is slow, because a step that loads a long prefix is rare but makes the device drop many blocks at
+once. If a block is dropped without an offer, the rest of its prefix is useless in the tier
+(docs/performance.md has measurements).
 """
 
 
 class Window:
-    """The window's size: 1.5 times the largest number of blocks that the device dropped in one step.
+    """The size of the window: 1.5 times the largest number of blocks that the device recently dropped in one
+    step.
 
-    The size decays with each step that drops blocks.
+    The size decays in each step in which the device drops blocks.
 
     Args:
-        smallest: lower limit of the size: the blocks that one step may allocate.
+        smallest: lower limit of the size: the number of blocks that one step may allocate.
         largest: upper limit of the size, for example half of the device's blocks.
 
     Attributes:
