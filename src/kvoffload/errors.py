@@ -1,6 +1,6 @@
 """Exceptions of the package.
 
-A failed disk, device or network is reported as a result, not as an exception.
+The failure of a disk, device or network is not an exception: calls report it as a result.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ E = TypeVar("E", bound=Exception)
 
 
 class KVOffloadError(Exception):
-    """Base class of all kvoffload errors. Every error can be pickled, if its fields can."""
+    """Base class of all kvoffload errors. An error can be pickled if its fields can be pickled."""
 
     def __reduce__(self) -> Any:
         # The default would call `__init__` with the message alone.
@@ -36,8 +36,8 @@ class ConfigError(KVOffloadError, ValueError):
 
 
 class UnavailableError(ConfigError):
-    """A valid option whose resource cannot be used now. Examples: a full disk, a directory in use by another
-    process. The resource is unchanged. An engine continues without the resource.
+    """A valid option whose resource cannot be used now, for example a full disk or a directory that another
+    process uses. The resource is unchanged. An engine continues without the resource.
     """
 
     def __init__(self, field: str, value: object, why: str) -> None:
@@ -46,9 +46,10 @@ class UnavailableError(ConfigError):
 
 
 def check_integer(field: str, value: object, largest: int, smallest: int = 1, meaning: str = "") -> int:
-    """Return `value` as an int. Accepts integers of Python and numpy, from `smallest` to `largest`.
+    """Return `value` as an int. Accepts integers of Python and numpy from `smallest` to `largest`.
 
-    `meaning`: description of the allowed numbers, for the message. Raises `ConfigError` for other values.
+    `meaning`: description of the allowed numbers, for the message. Raises `ConfigError` if `value` is not
+    allowed.
     """
     if not isinstance(value, bool):
         with suppress(TypeError):  # no integer, or an array of several
@@ -58,7 +59,10 @@ def check_integer(field: str, value: object, largest: int, smallest: int = 1, me
 
 
 def finite(value: object) -> float:
-    """Convert a finite number of Python or numpy to a float. Other values give NaN, which is in no range."""
+    """Convert a finite number of Python or numpy to a float.
+
+    Return NaN for any other value, so that every range check fails.
+    """
     if isinstance(value, Real) and not isinstance(value, bool):
         with suppress(OverflowError):
             if isfinite(number := float(value)):
@@ -108,7 +112,10 @@ class Problems:
         self.found.append(ConfigError(field, value, allowed))
 
     def check(self) -> None:
-        """Raise the collected `ConfigError`, or a `CombinedConfigError` if there are several."""
+        """Raise the collected `ConfigError`, or a `CombinedConfigError` if there are several.
+
+        Return if there is none.
+        """
         if self.found:
             raise (self.found[0] if len(self.found) == 1 else CombinedConfigError(self._where, self.found))
 
@@ -118,7 +125,7 @@ class MisuseError(KVOffloadError, RuntimeError):
 
 
 class GoneError(MisuseError):
-    """A block that another process has evicted since its lookup. Look the block up again.
+    """Another process has evicted a block since its lookup. Look the block up again.
 
     Raised only by managers that several processes share.
     """
@@ -137,11 +144,11 @@ class SweepError(KVOffloadError, RuntimeError):
 
 
 class TierError(KVOffloadError, RuntimeError):
-    """A tier behind RAM that is unreachable, although the caller needs it."""
+    """A tier behind RAM is unreachable, and the caller cannot continue without it."""
 
 
 class CanaryError(KVOffloadError, RuntimeError):
-    """A server that cannot be checked: unreachable, or without a feature that the check needs.
+    """A server cannot be checked, because it is unreachable or lacks a feature that the check needs.
 
     Attributes:
         status: HTTP status of an error reply; None for any other problem.

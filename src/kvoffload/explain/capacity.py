@@ -1,6 +1,7 @@
-"""Hits with larger capacities: replays the same configuration with larger caches.
+"""Hits with larger capacities: replays a trace with the same configuration and larger caches.
 
-Works for every policy and admission rule, because each capacity is replayed. Does not know reasons of misses.
+Works for every policy and admission rule, because each capacity is replayed. Does not know the reasons of
+misses.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from kvoffload.tiers.spec import SizedTierOptions
 from kvoffload.traces.trace import Trace
 
 FACTORS = (1.1, 1.3, 1.5, 2.0, 3.0, 5.0, 10.0)
-"""Multiples of the capacity of RAM and of each tier behind it. The device stays as it is."""
+"""Multiples of the capacity of RAM and of each tier behind RAM. The capacity of the device is not changed."""
 
 
 def larger_hits(
     trace: Trace, config: ReplayConfig, progress: Callable[[int], None] = lambda requests: None
 ) -> npt.NDArray[np.int32]:
-    """Replay each larger capacity.
+    """Replay a trace at each larger capacity.
 
-    Returns the number of hits of each request: shape ``(len(FACTORS), requests)``. Hits are leading blocks. A
-    policy may lose hits at a larger capacity.
+    Returns the number of hits of each request, in leading blocks: shape ``(len(FACTORS), requests)``. A
+    request may have fewer hits at a larger capacity, because some policies are not monotone.
 
     Args:
         progress: called with the number of replayed requests so far, summed over all replays (`num_replayed`
@@ -51,7 +52,7 @@ def larger_hits(
 
 
 def num_replayed(trace: Trace) -> int:
-    """Return the total number of requests in all replays of `larger_hits`."""
+    """Return the number of requests in all replays of `larger_hits` together."""
     return len(FACTORS) * trace.requests
 
 

@@ -1,6 +1,6 @@
 """Explanation of a replay's missing blocks, as JSON: reasons, runs, differing prompts, larger capacities.
 
-Summarizes `explain.misses`. Contains no formatting.
+Summarizes the results of `explain.misses`. Does not format text.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ _Int64s = npt.NDArray[np.int64]
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """Consecutive missing blocks of one request with one reason. Fields that do not apply are null.
+    """Consecutive missing blocks of one request that have the same reason. Fields that do not apply are null.
 
-    Requests and blocks are numbered from 0. The number of a request is its position in the trace. Times and
-    numbers of other requests refer to the first block of the run.
+    Requests and blocks are numbered from 0. The number of a request is its position in the trace. The fields
+    from `earlier_uses` to `kept_with` describe the first block of the run.
 
     Attributes:
         request: the request.
         arrived_s: seconds from the first request to the arrival of this request.
-        first_block, blocks, tokens: place and length of the run in the prompt.
-        earlier_uses: earlier requests that had the first block.
+        first_block, blocks, tokens: number of the first block, number of blocks, and number of tokens of the
+            run.
+        earlier_uses: number of earlier requests that had the first block.
         stored_by: the request that stored the first block.
-        decided_at: the request for which the first block was evicted, refused or dropped.
+        decided_at: the request during which the first block was evicted, refused or dropped.
         kept_s: seconds from `stored_by` to `decided_at`; null without times.
         since_s: seconds from `decided_at` to this request; null without times.
-        slowest: the slowest tier that held the evicted block; ``ram`` if no tier held the block.
-        kept_with: smallest tried multiple of the capacity at which the first block is a hit.
+        slowest: name of the slowest tier that held the evicted block; ``ram`` if only RAM held it.
+        kept_with: smallest tried multiple of the capacity with which the first block would be a hit.
         nearest_request: the earlier request with which this request is compared (`prompts.Beginnings`).
         difference: the first differing tokens, if the recording has token ids.
     """
@@ -63,7 +64,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Differing(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests with the same beginning that differ from earlier prompts at the same place.
+    """Requests that have the same beginning and then differ from earlier prompts at the same place.
 
     Attributes:
         reason: ``prefix_differs`` or ``after_shared_prompt``.
@@ -71,10 +72,10 @@ class Differing(msgspec.Struct, frozen=True, kw_only=True):
         token: number of the first differing token; null without token ids.
         requests: number of these requests.
         blocks: number of their missing blocks from the difference on.
-        equal_tokens: number of tokens behind the difference that are equal again, summed over the requests;
+        equal_tokens: number of tokens after the difference that are equal again, summed over the requests;
             null without token ids.
         in_session: number of these requests that differ from an earlier prompt of their own session.
-        request: the request with the most missing blocks.
+        request: the request in this group with the most missing blocks.
         nearest_request: the earlier request with which `request` is compared.
         difference: the difference between `request` and `nearest_request`, if the recording has token ids.
     """
@@ -95,10 +96,11 @@ class Evicted(msgspec.Struct, frozen=True, kw_only=True):
     """Summary of the evicted blocks that were missed.
 
     Attributes:
-        slowest: number of blocks by the slowest tier that held the block (``ram`` if no tier).
+        slowest: mapping: name of the slowest tier that held the block (``ram`` if only RAM held it) -> number
+            of blocks.
         kept_s: median time from the store to the eviction, in seconds; null without times.
         since_s: median time from the eviction to the use, in seconds; null without times.
-        kept_requests, since_requests: the same two medians, as numbers of requests.
+        kept_requests, since_requests: the same two medians, measured in requests instead of seconds.
     """
 
     slowest: dict[str, int]
@@ -109,12 +111,14 @@ class Evicted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LargerCapacity(msgspec.Struct, frozen=True, kw_only=True):
-    """Hits of the replay if RAM and tiers have a multiple of their capacity.
+    """Hits of a replay in which RAM and tiers have a multiple of their capacity.
 
     Attributes:
         factor: the multiple.
-        evicted_hits: hits at this capacity that the explained replay missed with the reason ``evicted``.
-        hits: all hits. A policy can have fewer hits than at a smaller capacity.
+        evicted_hits: number of hits at this capacity that the explained replay missed with the reason
+            ``evicted``.
+        hits: number of all hits. It can be smaller than at a smaller capacity, because some policies are not
+            monotone.
     """
 
     factor: float
@@ -123,15 +127,17 @@ class LargerCapacity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
-    """Prompt tokens that the recorded server had cached, compared with the hits of the replay.
+    """Prompt tokens that the recorded server found in its caches, compared with the hits of the replay.
 
     Attributes:
-        tokens: tokens by source: ``gpu``, ``host``, a tier.
-        replayed_tokens: tokens that the replay hits.
-        requests_with_less: number of requests with at least one block less on the server than in the replay.
-        tokens_less: number of tokens that the server lacked in these requests.
-        requests_with_more: number of requests with at least one block more on the server than in the replay.
-        tokens_more: number of tokens that the replay lacked in these requests.
+        tokens: mapping: source (``gpu``, ``host`` or a tier) -> number of tokens.
+        replayed_tokens: number of tokens that were hits in the replay.
+        requests_with_less: number of requests that had at least one block fewer on the server than in the
+            replay.
+        tokens_less: sum over these requests of the tokens that were hits in the replay but not on the server.
+        requests_with_more: number of requests that had at least one block more on the server than in the
+            replay.
+        tokens_more: sum over these requests of the tokens that were hits on the server but not in the replay.
     """
 
     tokens: dict[str, int]
@@ -143,24 +149,24 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explanation(Report, frozen=True, kw_only=True):
-    """Reasons for all missing blocks of one replay. The fields are the keys of the JSON object.
+    """Reasons for all missing blocks of one replay. Its fields are the keys of the JSON object.
 
     Attributes:
         tiers: names of the tiers behind RAM.
         hits: number of block references that were served.
         misses: number of block references that were not served.
-        reasons: missing blocks of each reason; they add up to `misses`.
+        reasons: number of missing blocks with each reason. The sum is `misses`.
         meanings: meaning of each reason that occurs.
-        capacities: hits with each larger capacity, the smallest first; null if none was tried.
-        seen_before: misses of blocks that were not admitted: number of earlier requests with the block (as
-            text) -> number of misses.
-        differing: places at which prompts differ, sorted by `equal_tokens` and `blocks`, the largest first.
+        capacities: hits with each larger capacity, in ascending order; null if no larger capacity was tried.
+        seen_before: for misses of blocks that were not admitted, a mapping: number of earlier requests with
+            the block (as text) -> number of misses.
+        differing: places at which prompts differ, in descending order of `equal_tokens`, then `blocks`.
         num_differing: number of all places at which prompts differ.
         equal_tokens: sum of `Differing.equal_tokens` of all places; null without token ids.
-        runs: the longest runs. Runs that a cache or another prompt could have avoided come first. For the
-            explanation of a single request: all runs of the request, in the order of the blocks.
+        runs: the longest runs. Runs that a cache or another form of the prompt could have avoided come first.
+            If a single request is explained, all its runs in the order of the blocks.
         num_runs: number of all runs.
-        decisions_sha256: digest of the decisions, equal to the digest of ``kvoffload replay``.
+        decisions_sha256: digest of the decisions. It is equal to the digest that ``kvoffload replay`` prints.
     """
 
     trace: str
@@ -205,9 +211,9 @@ def explain(
     """Summarize the misses of a replay.
 
     Args:
-        misses: the misses, with `Misses.larger_hits` if larger capacities were tried.
+        misses: the misses. `Misses.larger_hits` is set if larger capacities were tried.
         top: largest number of runs (`Run`) and of differing places (`Differing`) to list.
-        request: list all runs of this request instead of the longest runs.
+        request: number of a request whose runs are all listed. None: list the longest runs of all requests.
     """
     trace, counts = misses.trace, misses.counts()
     facts = _Facts(misses, [tier.name for tier in report.tiers[1:]])
@@ -250,7 +256,7 @@ def explain(
 
 
 def _runs(misses: Misses) -> tuple[_Int64s, _Int64s]:
-    """Return the runs of missing blocks with one reason: first reference and end of each run."""
+    """Return the runs of missing blocks with the same reason: first reference and end of each run."""
     reasons = misses.reasons
     is_new = np.ones(len(reasons), np.bool_)
     is_new[1:] = reasons[1:] != reasons[:-1]
@@ -273,7 +279,7 @@ class _Facts:
         self._rank = _ranks(trace)
 
     def evicted(self) -> Evicted | None:
-        """Summarize the evicted blocks; None if no block was missed as evicted."""
+        """Summarize the misses with the reason ``evicted``; None if there are none."""
         misses = self._misses
         refs = np.flatnonzero(misses.reasons == NUMBERS[EVICTED])
         if len(refs) == 0:
@@ -307,7 +313,8 @@ class _Facts:
         ]
 
     def seen_before(self) -> dict[str, int]:
-        """Count the misses of blocks that were not admitted, grouped by earlier references to the block.
+        """Count the misses of blocks that were not admitted, grouped by the number of earlier references to
+        the block.
 
         ``{"1": 12, "2": 3}`` means 12 misses of blocks with one earlier reference, and 3 of blocks with two.
         """
@@ -367,7 +374,7 @@ def _ranks(trace: Trace) -> _Int64s:
 
 
 def _differing(misses: Misses) -> list[Differing]:
-    """Group requests that differ from an earlier prompt, by reason and by place of the difference."""
+    """Group the requests that differ from an earlier prompt by the reason and the place of the difference."""
     trace, compared = misses.trace, misses.beginnings
     request_of = trace.request_of
     groups: dict[tuple[str, int, int | None], list[int]] = {}

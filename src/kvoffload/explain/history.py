@@ -1,7 +1,8 @@
 """History of each block in a replay, and the reason for each missing block.
 
-`History` observes one replay. It records the last decision about each block, and the reason and cause of each
-missing block reference. It does not compare prompts, so all first uses have the reason `NEVER_SEEN`.
+`History` observes one replay. It records the last decision about each block. For each missing block reference
+it records the reason and the request that caused the miss. It does not compare prompts, so all first uses
+have the reason `NEVER_SEEN`.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ NUMBER_OF = {name: number for number, name in enumerate(_REASONS)}
 """Number of each reason in `History.reasons`; 0 is a hit."""
 
 _OF_DECISION = np.full(1 + max(Decision), NUMBER_OF[NOT_OFFERED], np.int8)
-"""Reason for an absent block, by the last decision about the block (0: no decision). `STORED` and `PROMOTED`
-give `UNKNOWN`: a stored block cannot be absent without a later decision."""
+"""Array: last decision about an absent block (0: no decision) -> number of the reason. `STORED` and
+`PROMOTED` give `UNKNOWN`, because a stored block is absent only after a later decision."""
 for _decision, _reason in (
     (Decision.STORED, UNKNOWN),
     (Decision.PROMOTED, UNKNOWN),
@@ -50,14 +51,14 @@ class History:
     """Observer of a replay that finds the reason of each missing block (`replay.observer.Observer`).
 
     Attributes:
-        hits: shape ``(requests,)``, int32; leading blocks of each request that were hits.
-        reasons: shape ``(block_refs,)``, int8; number of the reason (`NUMBER_OF`), 0 for a hit.
+        hits: shape ``(requests,)``, int32; number of leading blocks of each request that were hits.
+        reasons: shape ``(block_refs,)``, int8; number of the reason (`NUMBER_OF`); 0 for a hit.
         caused_by: shape ``(block_refs,)``, int32; the request during which the last decision about the
             missing block was made, or `NO_REQUEST`.
         stored_at: shape ``(block_refs,)``, int32; the request during which the missing block was last stored
             in RAM, or `NO_REQUEST`.
-        was_in_tier: shape ``(block_refs,)``, int8; number of the slowest tier that last had the missing
-            block, from 1; 0 if no tier had the block.
+        was_in_tier: shape ``(block_refs,)``, int8; number (from 1) of the slowest tier that had the missing
+            block at last; 0 if no tier had the block.
 
     Cost: a few array operations per request, and a few bytes per block and per block reference.
     """

@@ -36,10 +36,10 @@ MEANINGS: Final = {
     OTHER_TENANT: "first use with this cache_salt; an earlier request had the same prefix with another one",
     **{name: meaning for name, meaning in REASONS.items() if name != NEVER_SEEN},
 }
-"""Meaning of each reason. The first five are the kinds of `NEVER_SEEN`."""
+"""Mapping: reason -> meaning. The first five reasons together replace `NEVER_SEEN`."""
 
 HOPELESS: Final = (NEW_PROMPT, CONTINUES, AFTER_SHARED_PROMPT)
-"""Reasons of first uses that no cache can serve."""
+"""Reasons of first uses that no cache could have served."""
 
 _NAMES = list(MEANINGS)
 NUMBERS = {name: number for number, name in enumerate(_NAMES, 1)}
@@ -50,14 +50,14 @@ NUMBERS = {name: number for number, name in enumerate(_NAMES, 1)}
 class Misses:
     """All missing block references of a replay.
 
-    Arrays of shape ``(block_refs,)`` are valid where ``reasons > 0``.
+    In arrays of shape ``(block_refs,)`` only the elements with ``reasons > 0`` are valid.
 
     Attributes:
-        hits: shape ``(requests,)``; leading blocks of each request that were hits.
-        reasons: number of the reason (`NUMBERS`), 0 for a hit.
+        hits: shape ``(requests,)``; number of leading blocks of each request that were hits.
+        reasons: number of the reason (`NUMBERS`); 0 for a hit.
         caused_by, stored_at, was_in_tier: as in `History`.
-        larger_hits: hits of each request at each larger capacity (`explain.capacity.larger_hits`); None if no
-            larger capacity was tried.
+        larger_hits: number of hits of each request at each larger capacity (`explain.capacity.larger_hits`);
+            None if no larger capacity was tried.
         beginnings: the comparison of each prompt with earlier prompts.
     """
 
@@ -94,7 +94,7 @@ def find_misses(
 
     Args:
         tokens: as for `beginnings`.
-        data: as for `Replay`; with one manager only.
+        data: as for `Replay`. Allowed only with one manager.
         progress: as for `Replay.run`.
 
     Cost: about three times the replay.
@@ -119,7 +119,7 @@ def find_misses(
 def _joined(
     trace: Trace, histories: list[tuple[History, npt.NDArray[np.int64]]], compared: Beginnings
 ) -> Misses:
-    """Merge the histories of several managers, and classify first uses."""
+    """Merge the histories of several managers, and give each first use one of the five reasons."""
     hits = np.zeros(trace.requests, np.int32)
     reasons, was_in_tier = np.zeros((2, trace.block_refs), np.int8)
     caused_by, stored_at = np.full((2, trace.block_refs), NO_REQUEST, np.int32)
@@ -142,7 +142,7 @@ def _joined(
 
 
 def _kinds(trace: Trace, compared: Beginnings) -> npt.NDArray[np.int64]:
-    """Return the reason of first uses in each request."""
+    """Return for each request the number of the reason of its first uses."""
     kinds = np.where(compared.nearest != NO_REQUEST, NUMBERS[PREFIX_DIFFERS], NUMBERS[NEW_PROMPT])
     is_alike = np.zeros(trace.requests, np.bool_)
     for request, difference in compared.differences.items():

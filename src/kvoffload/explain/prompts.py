@@ -1,6 +1,8 @@
-"""First uses of blocks: finds the most similar earlier prompt of each request, and the first difference.
+"""Comparison of prompts, to explain first uses of blocks: finds the most similar earlier prompt of each
+request and the first difference.
 
-Depends on the trace only, not on caches. Compares token ids if the recording has token ids.
+The result depends only on the trace, not on caches. The module compares token ids if the recording has token
+ids.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ from kvoffload.traces.statistics import turns
 from kvoffload.traces.trace import Trace
 
 _WINDOW = 16
-"""Smallest number of equal tokens that count as an equal passage of two prompts."""
+"""Smallest number of consecutive equal tokens that counts as an equal passage of two prompts."""
 _MOST_COMPARED = 32_768
-"""Largest number of tokens that are compared behind the first difference of two prompts."""
+"""Largest number of tokens that are compared after the first difference of two prompts."""
 _CANDIDATES, _COMPARED_CANDIDATES = 16, 3
-"""Two limits for the continuations of a prefix: number of latest continuations to keep, and number of most
-similar continuations to compare in full."""
+"""Limits for the continuations of a prefix. `_CANDIDATES`: number of latest continuations to keep.
+`_COMPARED_CANDIDATES`: number of most similar continuations to compare in full."""
 _MOST_SHOWN = 4
 _ROOT = -1
 _FACTORS = np.array([pow(0x9E3779B97F4A7C15, power, 2**64) for power in range(_WINDOW)], np.uint64)
@@ -37,7 +39,7 @@ class BlockTokens:
     Attributes:
         ids: shape ``(unique_blocks, block_tokens)``, int64; token ids of each block.
         prefixes: shape ``(unique_blocks,)``, int64; number of the token prefix that ends with the block.
-            Equal token prefixes have equal numbers. Block ids of equal prefixes can differ, by `cache_salt`.
+            Equal token prefixes have the same number, even if their block ids differ because of `cache_salt`.
     """
 
     ids: Tokens
@@ -50,11 +52,11 @@ class Difference:
 
     Attributes:
         start: first token that differs.
-        end: first token behind the difference in this prompt; `start` if the prompts stay different.
-        equal_after: number of equal tokens from `end` on; 0 if the prompts stay different.
+        end: first token after the difference in this prompt; equal to `start` if the prompts do not become
+            equal again.
+        equal_after: number of equal tokens from `end` on; 0 if the prompts do not become equal again.
         shift: position of the equal tokens in this prompt, minus their position in the earlier prompt.
-        ours, theirs: the first token ids of the difference in this prompt, and in the earlier prompt. At most
-            four each.
+        ours, theirs: up to four first token ids of the difference, in this prompt and in the earlier prompt.
     """
 
     start: int
@@ -71,16 +73,17 @@ class Beginnings:
 
     Attributes:
         known: shape ``(requests,)``; number of leading blocks that an earlier request had.
-        nearest: shape ``(requests,)``; an earlier request that has the known blocks and continues
-            differently. With token ids: the most similar of these requests; otherwise the latest.
-            `NO_REQUEST` if there is none.
-        continues: shape ``(requests,)``, bool; True if the request continues an earlier prompt. The known
-            blocks are then a whole earlier prompt, or no earlier prompt has further blocks. Also True if one
-            of two prompts with different `cache_salt` begins with all tokens of the other.
+        nearest: shape ``(requests,)``; an earlier request that has the known blocks and then continues with
+            other blocks. If there are several, the most similar request (with token ids) or the latest
+            request (without token ids). `NO_REQUEST` if there is none.
+        continues: shape ``(requests,)``, bool; True if the request continues an earlier prompt: its known
+            blocks are a whole earlier prompt, or no earlier prompt has other blocks after the known blocks.
+            Also True if this prompt and an earlier prompt have different `cache_salt` and one of them begins
+            with all tokens of the other.
         shares: shape ``(requests,)``, bool; True if the known blocks are a shared prompt
             (`Turns.is_shared_prompt`).
-        differences: request -> difference from the nearest prompt, for requests that differ. Empty without
-            token ids.
+        differences: mapping: request -> difference from its nearest prompt. It has only requests that differ,
+            and is empty without token ids.
         other_tenant: shape ``(unique_blocks,)``, bool; True if an earlier request with another `cache_salt`
             had all tokens up to the end of the block.
     """
@@ -123,7 +126,8 @@ def beginnings(trace: Trace, tokens: BlockTokens | None = None) -> Beginnings:
 
 
 def _nearest(trace: Trace, known: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return for each request the latest earlier request with its known blocks and further blocks."""
+    """Return for each request the latest earlier request that has its known blocks and further blocks after
+    them."""
     longer = np.full(trace.unique_blocks, NO_REQUEST, np.int64)
     nearest = np.full(trace.requests, NO_REQUEST, np.int64)
     offsets = trace.offsets.tolist()
@@ -142,7 +146,7 @@ def _compared(
     nearest: npt.NDArray[np.int64],
     continues: npt.NDArray[np.bool_],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_], dict[int, Difference]]:
-    """Choose the nearest prompts by tokens, and find the differences from them."""
+    """Choose the nearest prompts by their tokens, and find the difference from each."""
     nearest, continues, differences = nearest.copy(), continues.copy(), dict[int, Difference]()
     latest = _Continuations(trace.unique_blocks)
     offsets = trace.offsets.tolist()
@@ -165,7 +169,8 @@ def _compared(
 class _Continuations:
     """The latest continuations of each block. The parent of a prompt's first block is `_ROOT`.
 
-    Most blocks have one continuation, in an array. Further continuations are in a dictionary.
+    Most blocks have one continuation, which is stored in an array. Blocks with several continuations are in a
+    dictionary.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -174,7 +179,7 @@ class _Continuations:
         self._several: dict[int, deque[tuple[int, int]]] = {}
 
     def of(self, parent: int) -> Sequence[tuple[int, int]]:
-        """Return the continuations of a block as pairs (next block, request), the latest last."""
+        """Return the continuations of a block as pairs (next block, request). The latest comes last."""
         if parent in self._several:
             return self._several[parent]
         request = int(self._first_request[parent])
@@ -190,7 +195,7 @@ class _Continuations:
         self._several[parent].append((child, request))
 
     def add_chain(self, codes: npt.NDArray[np.int32], request: int) -> None:
-        """Add consecutive new blocks, which have no continuation so far."""
+        """Add a chain of new blocks: each block is the continuation of the block before it."""
         self._first_child[codes[:-1]], self._first_request[codes[:-1]] = codes[1:], request
 
 
@@ -232,7 +237,10 @@ def _equal_blocks(
     earlier_codes: npt.NDArray[np.int32],
     count: int,
 ) -> int:
-    """Count the leading blocks with equal tokens: at least `count`, more if only the `cache_salt` differs."""
+    """Count the leading blocks with equal tokens.
+
+    The result is at least `count`, and larger if only the `cache_salt` differs.
+    """
     shared = min(len(codes), len(earlier_codes))
     differs = prefixes[codes[count:shared]] != prefixes[earlier_codes[count:shared]]
     return count + int(differs.argmax()) if differs.any() else shared
@@ -255,9 +263,11 @@ def _difference(
 
 
 def _equal_rest(new: Tokens, earlier: Tokens) -> tuple[int, int, int]:
-    """Find the most frequent shift. Returns start, length and shift of the longest equal run at this shift.
+    """Find the most frequent shift between equal passages.
 
-    Returns three zeros if there is no equal run.
+    Return start, length and shift of its longest equal passage.
+
+    Returns three zeros if there is no equal passage.
     """
     if min(len(new), len(earlier)) < _WINDOW:
         return 0, 0, 0

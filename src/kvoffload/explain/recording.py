@@ -1,4 +1,5 @@
-"""Reads recordings with token ids or text: the trace, and the tokens of its blocks, to compare prompts."""
+"""Reads a recording with token ids or text: returns the trace and the tokens of its blocks, which are needed
+to compare prompts."""
 
 from __future__ import annotations
 
@@ -24,7 +25,10 @@ _WITH_TOKENS = ("token_ids", "text")
 
 
 class _TokenKeys(Keys):
-    """Ids of blocks. Records the tokens of each block, and the block's id without `cache_salt`."""
+    """Computes ids of blocks.
+
+    Also records for each block its tokens and the id that it would have without `cache_salt`.
+    """
 
     def __init__(self) -> None:
         super().__init__(b"")
@@ -55,10 +59,10 @@ class _TokenKeys(Keys):
 
 
 def has_tokens(place: str, source: str | None = None) -> bool:
-    """Return True if `read_with_tokens` can read the records: they have token ids or text.
+    """Return True if `read_with_tokens` can read the recording, because it has token ids or text.
 
     Args:
-        source: the user's name of the format; None detects it.
+        source: name of the format from the user; None to detect the format.
     """
     if source is not None:
         return re.split("[,:]", source)[0] in _WITH_TOKENS
@@ -81,9 +85,9 @@ def read_with_tokens(
 ) -> tuple[Trace, BlockTokens]:
     """Read a recording with token ids or text as a trace, and the tokens of its blocks.
 
-    Arguments and errors as for `convert`. Memory for each token of the unique blocks: 37 bytes at the peak,
-    10 bytes afterwards, and 5 bytes more in `beginnings`, with blocks of 16 tokens. With blocks of 64 tokens:
-    21, 8 and 1 bytes.
+    Arguments and errors as for `convert`. Memory for each token of the unique blocks, with blocks of 16
+    tokens: 37 bytes at the peak, 10 bytes afterwards, and 5 more bytes in `beginnings`. With blocks of 64
+    tokens: 21, 8 and 1 bytes.
     """
     keys = _TokenKeys()
     with tempfile.TemporaryDirectory(prefix="kvoffload-explain-") as directory:

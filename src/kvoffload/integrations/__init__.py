@@ -1,1 +1,4 @@
-"""Integrations into inference engines, a package for each. No other package imports an engine."""
+"""Integrations into inference engines, with a package or module for each engine.
+
+No other package imports an engine.
+"""

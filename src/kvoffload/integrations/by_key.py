@@ -1,6 +1,6 @@
-"""Managers with the interface of vLLM's first managers: calls by key, and a pluggable block pool.
+"""Managers with the interface of vLLM's first offloading managers: calls by key, and a pluggable block pool.
 
-For engines and tests written against that interface. Each manager is a thin layer over an
+They serve engines and tests that are written against that interface. Each manager is a thin layer over an
 `OffloadingManager`. New code should call `OffloadingManager`, which is faster: it creates no Python object
 for each key.
 """
@@ -25,7 +25,7 @@ Plan = TypeVar("Plan", LoadPlan, StorePlan)
 
 
 class LoadStoreSpec(ABC):
-    """The location of blocks that a worker reads or writes. Only the pool and the worker interpret it."""
+    """The location of blocks that a worker reads or writes. Only the pool and the worker know its meaning."""
 
     @staticmethod
     @abstractmethod
@@ -107,7 +107,7 @@ class AbstractOffloadingManager(ABC):
 
     @abstractmethod
     def lookup(self, keys: Sequence[OffloadKey]) -> int:
-        """Return the length of the leading run of ready blocks."""
+        """Return the number of leading blocks that are ready."""
 
     @abstractmethod
     def prepare_load(self, keys: Sequence[OffloadKey]) -> LoadStoreSpec:
@@ -119,7 +119,10 @@ class AbstractOffloadingManager(ABC):
 
     @abstractmethod
     def complete_load(self, keys: Iterable[OffloadKey]) -> None:
-        """Unpin prepared blocks, in any order and grouping."""
+        """Unpin blocks that `prepare_load` has pinned.
+
+        Blocks of several calls may be unpinned together, in any order.
+        """
 
     @abstractmethod
     def prepare_store(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
@@ -140,7 +143,8 @@ class PooledOffloadingManager(AbstractOffloadingManager):
     Args:
         pool: the allocator, used by this manager only.
         policy: the eviction policy, as for `OffloadingManager`.
-        store_threshold: number of requests that must refer to a block before it is admitted; 1 admits all.
+        store_threshold: number of requests that must refer to a block before it is admitted; 1 admits every
+            block.
         max_tracker_size: number of keys whose references are counted.
         key_bytes: length of every key.
         enable_events: True to record events for `take_events`.
@@ -174,11 +178,14 @@ class PooledOffloadingManager(AbstractOffloadingManager):
         self._stores: defaultdict[OffloadKey, list[StorePlan]] = defaultdict(list)
 
     def begin_request(self, request_id: str) -> RequestContext:
-        """Begin a request. Calls without a context count as separate requests."""
+        """Begin a request. Each call of another method without a context counts as a separate request."""
         return self.manager.begin_request(request_id)
 
     def finish_request(self, ctx: RequestContext) -> None:
-        """End a request. Policy and reuse filter count a request's uses only now, once."""
+        """End a request.
+
+        Only now the policy and the reuse filter count the request's uses, each block once.
+        """
         self.manager.finish_request(ctx)
 
     def lookup(self, keys: Sequence[OffloadKey], ctx: RequestContext | None = None) -> int:
@@ -265,10 +272,12 @@ class CPUOffloadingManager(PooledOffloadingManager):
 
 
 class FilterReusedOffloadingManager(AbstractOffloadingManager):
-    """A reuse filter around any manager: `lookup` counts references, and `prepare_store` admits by count.
+    """A reuse filter around any manager.
 
-    Counts every lookup, because the interface has no requests. The built-in filter (`store_threshold`, or
-    ``admission="reuse:N"``) counts once per request.
+    `lookup` counts references, and `prepare_store` admits blocks with enough references.
+
+    Every lookup counts as a reference, because the interface has no requests. The built-in filter
+    (`store_threshold`, or ``admission="reuse:N"``) counts a block once per request instead.
     """
 
     def __init__(

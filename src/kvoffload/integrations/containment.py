@@ -1,6 +1,7 @@
 """Containment of internal errors: the engine continues without offloading.
 
-Each adapter defines the results that calls return after an error, and its reaction (`stop_after_error`).
+Each adapter defines what its calls return after an error, and how it reacts to the error
+(`stop_after_error`).
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ Method = Callable[..., T]
 
 
 class Breakable(Protocol):
-    """An adapter that can stop working: `broken` is True from then on."""
+    """An adapter that stops working after an internal error. Then its `broken` is True."""
 
     broken: bool
 
     def stop_after_error(self, method: str) -> None:
-        """Handle the exception that `method` has raised; sets `broken`."""
+        """Handle the exception that the method named `method` has raised, and set `broken`."""
 
 
 def contained(
@@ -28,13 +29,14 @@ def contained(
     before: Callable[[Any], None] | None = None,
     when_broken: Callable[[Any], bool] = lambda adapter: False,
 ) -> Callable[[Method[T]], Method[T]]:
-    """Decorator for methods of a `Breakable`: the method then never raises an `Exception`.
+    """Return a decorator for methods of a `Breakable`. A decorated method never raises an `Exception`.
 
     Args:
-        answer: result of a call that raises, and of every call to a broken adapter. May be a function, which
+        answer: result of a call that raises, and of every call to a broken adapter. If it is a function, it
             computes the result from the arguments of the call.
-        before: called first with the adapter, even if the adapter is broken.
-        when_broken: called with a broken adapter; returns True if the method should run nevertheless.
+        before: called with the adapter before each call, even if the adapter is broken.
+        when_broken: called with the adapter if it is broken. If it returns True, the method runs
+            nevertheless.
     """
 
     def wrap(method: Method[T]) -> Method[T]:

@@ -4,8 +4,8 @@
                    "class_name": "KVOffloadAdapter", "adapter_params": {"tiers": ["disk:/nvme/kv:500GiB"]}}'
 
 Translates LMCache's keys, memory objects, tasks and event descriptors into calls of an `ObjectStore`.
-LMCache's controllers call the adapter from two threads. The adapter's own threads wait for the tiers. No
-failure reaches the controllers.
+LMCache's controllers call the adapter from two threads. Only the adapter's own threads wait for the tiers. No
+failure raises an exception in the controllers.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from kvoffload.tiers.spec import open_tiers
 logger = logging.getLogger("lmcache.kvoffload")
 WHERE = "adapter_params"
 _KEY_FORMAT = 1
-"""Version of keys and of the order of bytes in an object; increment it with every change."""
+"""Version of the keys and of the byte order in an object. Increment it when keys or byte order change."""
 _LOADERS = 2
 _MOST_COUNTED = 1 << 16
-"""Number of counted objects at which the adapter first searches for evicted objects among them."""
+"""Number of counted objects from which the adapter searches them for evicted objects."""
 _CHECKED_AT_ONCE = 1 << 10
 Format: TypeAlias = tuple[int, str]
-"""Bytes of an object, and the names of its dtypes."""
+"""Format of an object: its number of bytes, and the names of its dtypes."""
 Kind: TypeAlias = tuple[str, int, int]
-"""Model, rank and group of an object: objects of one kind have one format."""
+"""Kind of an object: its model, rank and group. All objects of one kind have the same format."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class AdapterOptions(ObjectOptions):
     """Options of `KVOffloadAdapter`.
 
     Attributes:
-        block: bytes of a block. An object is stored in one or more blocks.
+        block: size of a block in bytes. An object is stored in one or more blocks.
     """
 
     block: Size = 1 << 20
@@ -63,12 +63,13 @@ class AdapterOptions(ObjectOptions):
 
 
 def parse_options(params: Mapping[str, Any]) -> AdapterOptions:
-    """Read the options. Raises `ConfigError` with every problem."""
+    """Read the options. Raises `ConfigError`, all problems at once."""
     return read_object_options(AdapterOptions, params, WHERE)
 
 
 class _Tasks(NamedTuple):
-    """A kind of task: its threads, the notifier of ended tasks, and the results not yet taken."""
+    """The tasks of one kind: their threads, the notifier of ended tasks, and the results that LMCache has not
+    taken yet."""
 
     threads: ThreadPoolExecutor
     notifier: Any
@@ -78,16 +79,16 @@ class _Tasks(NamedTuple):
 class KVOffloadAdapter(L2AdapterInterface):
     """An L2 adapter of LMCache with tiers of kvoffload.
 
-    The tiers limit and evict their contents. LMCache's own eviction by usage is off; quotas by ``cache_salt``
-    work. An object is served only if key, size, dtypes and bytes match the stored object. Objects are not
-    locked. If an object is evicted between lookup and load, the load of this object fails.
+    The tiers themselves limit and evict their contents. LMCache's own eviction by usage is switched off; its
+    quotas by ``cache_salt`` work. An object is served only if key, size, dtypes and bytes match the stored
+    object. A lookup does not lock objects. If an object is evicted between lookup and load, its load fails.
 
     Args:
         params: the options, `AdapterOptions`.
         l1_memory_desc: LMCache's L1 memory; not used.
 
-    Raises: `ConfigError` for impossible options. If a directory or server cannot be used now, the adapter
-        logs an error and runs without this tier.
+    Raises: `ConfigError` for invalid options. If a directory or server cannot be used now, the adapter logs
+    an error and runs without this tier.
     """
 
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: object = None) -> None:
@@ -101,7 +102,7 @@ class KVOffloadAdapter(L2AdapterInterface):
         self._formats: dict[Kind, Format] = {}
         self._counting = threading.Lock()
         self._counted: dict[Any, Format] = {}
-        """Objects that LMCache counts: objects reported as stored and not yet as deleted."""
+        """Objects that LMCache counts: the adapter has reported them as stored and not yet as deleted."""
         self._next_check = _MOST_COUNTED
         readers = ThreadPoolExecutor(_LOADERS, "kvoffload-load")
         self._stores = _Tasks(ThreadPoolExecutor(1, "kvoffload-store"), create_event_notifier(), {})
@@ -138,12 +139,15 @@ class KVOffloadAdapter(L2AdapterInterface):
         return ended
 
     def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: Mapping[int, Any]) -> int:
-        """Begin to look up objects; returns the task. `group_layout_descs`: size and dtypes by group."""
+        """Begin to look up objects; returns the task.
+
+        `group_layout_descs`: mapping: group -> size and dtypes.
+        """
         nothing = Bitmap(len(keys))
         return self._submit(self._lookups, nothing, lambda: self._find(keys, group_layout_descs))
 
     def query_lookup_and_lock_result(self, task_id: int) -> Any:
-        """Return the bitmap of present objects at the first call after the task ended, otherwise None."""
+        """Return the bitmap of present objects in the first call after the task has ended, otherwise None."""
         with self._lock:
             return self._lookups.ended.pop(task_id, None)
 
@@ -156,15 +160,16 @@ class KVOffloadAdapter(L2AdapterInterface):
         return self._submit(self._loads, nothing, lambda: self._load(keys, objects))
 
     def query_load_result(self, task_id: int) -> Any:
-        """Return the bitmap of loaded objects at the first call after the task ended, otherwise None."""
+        """Return the bitmap of loaded objects in the first call after the task has ended, otherwise None."""
         with self._lock:
             return self._loads.ended.pop(task_id, None)
 
     def delete(self, keys: list[Any]) -> None:
         """Delete objects of the kinds that were stored, looked up or loaded since the start.
 
-        Other objects are ignored: their format is unknown, and the store's keys depend on the format. Reports
-        two groups as deleted: present objects, and counted objects that the tiers have evicted.
+        Objects of other kinds are ignored, because their format is unknown and the store's keys depend on the
+        format. Reports as deleted the objects that were present, and the counted objects that the tiers have
+        evicted.
         """
         try:
             with self._counting:
@@ -173,7 +178,8 @@ class KVOffloadAdapter(L2AdapterInterface):
             logger.exception("kvoffload: internal error in delete; objects may still be served")
 
     def get_usage(self) -> AdapterUsage:
-        """Return the bytes in tiers with a capacity, and LMCache's own count for each ``cache_salt``.
+        """Return the number of bytes in tiers that have a capacity, and LMCache's own count for each
+        ``cache_salt``.
 
         The capacity is reported as unknown, because the tiers evict by their own policies.
         """
@@ -209,7 +215,7 @@ class KVOffloadAdapter(L2AdapterInterface):
     # ---- work of the threads
 
     def _submit(self, tasks: _Tasks, nothing: Any, work: Callable[[], Any]) -> int:
-        """Start a task; returns its number. `nothing`: the result after an error or `close`."""
+        """Start a task; returns its number. `nothing`: the task's result after an error or `close`."""
         with self._lock:
             task, self._next_task = self._next_task, self._next_task + 1
 
@@ -253,7 +259,7 @@ class KVOffloadAdapter(L2AdapterInterface):
         return L2StoreResult(bool(ok.all()), sum(forms[row][0] for row in np.flatnonzero(new).tolist()))
 
     def _delete(self, keys: Sequence[Any]) -> list[Any]:
-        """Delete objects. Returns the objects that were present or counted."""
+        """Delete objects. Returns the objects that were present or that LMCache counts."""
         forms = [self._counted.get(key) or self._formats.get(_kind(key)) for key in keys]
         deleted = list[Any]()
         for form, rows in _rows_by(forms):
@@ -266,7 +272,10 @@ class KVOffloadAdapter(L2AdapterInterface):
         return deleted
 
     def _count(self, present: Mapping[Any, Format]) -> None:
-        """Report the uncounted objects as stored. If many objects are counted, report the evicted objects."""
+        """Report the objects of `present` that LMCache does not count yet as stored.
+
+        If it counts many objects, report the evicted objects among them as deleted.
+        """
         with self._counting:
             new = {key: form for key, form in present.items() if key not in self._counted}
             self._counted.update(new)
@@ -287,7 +296,7 @@ class KVOffloadAdapter(L2AdapterInterface):
         return evicted
 
     def _report_deleted(self, keys: list[Any]) -> None:
-        """Report objects as deleted; the size of an uncounted object is reported as 0."""
+        """Report objects as deleted. The reported size of an object that LMCache does not count is 0."""
         if keys:
             self._notify_keys_deleted(keys, [self._counted.pop(key, (0, ""))[0] for key in keys])
 
@@ -345,7 +354,7 @@ def _kind(key: Any) -> Kind:
 
 
 def _digest(key: Any, form: Format) -> bytes:
-    """Return the store's key of an object: a hash of all fields of LMCache's key, and of size and dtypes."""
+    """Return the store's key of an object: a hash of all fields of LMCache's key, the size and the dtypes."""
     fields = [key.chunk_hash.hex(), key.model_name, key.kv_rank, key.object_group_id, key.cache_salt, *form]
     return hashlib.blake2b(json.dumps(fields).encode(), digest_size=OBJECT_KEY_BYTES).digest()
 

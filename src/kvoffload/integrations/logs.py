@@ -1,4 +1,4 @@
-"""Messages in an engine's log: the library's records, and refused options."""
+"""Messages in an engine's log: the library's log records, and errors about refused options."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class _ToEngine(logging.Handler):
 def join(logger: logging.Logger) -> None:
     """Forward the library's log to an engine's logger, unless the user has set a handler. Idempotent.
 
-    If the engine's records reach the root logger, the library's own records do not propagate. Otherwise each
-    line would be logged twice.
+    If the engine's records reach the root logger, propagation of the library's own records is switched off,
+    so that no line is logged twice.
     """
     library = logging.getLogger("kvoffload")
     if not library.handlers:
@@ -37,7 +37,8 @@ def join(logger: logging.Logger) -> None:
 
 @contextlib.contextmanager
 def refusals_logged(logger: logging.Logger, outcome: str) -> Iterator[None]:
-    """Log each problem of a `ConfigError` before the error propagates: an engine may hide its message.
+    """Log each problem of a `ConfigError` before the error propagates, because the engine may not show its
+    message.
 
     `outcome`: beginning of each line, such as ``not started``.
     """

@@ -16,10 +16,12 @@ class ObjectOptions:
     """Options of an `ObjectStore`.
 
     Attributes:
-        tiers: from the fastest to the slowest.
-        identity: a name for the weights, and for the settings that affect KV but are unknown to the plug-in.
-        deadline: longest duration of a load, in seconds. A store may take five times as long.
-        staging: limit of the staging memory between tiers and the engine's RAM, in bytes.
+        tiers: the tiers, from the fastest to the slowest.
+        identity: a name that stands for the weights and for all settings that affect KV but are unknown to
+            the plug-in.
+        deadline: longest duration of a load, in seconds. A store may take five times as long
+            (`STORE_DEADLINES`).
+        staging: largest size of the staging memory between tiers and the engine's RAM, in bytes.
     """
 
     tiers: Tiers
@@ -34,7 +36,7 @@ Options = TypeVar("Options", bound=ObjectOptions)
 def read_object_options(
     kind: type[Options], given: Mapping[str, Any], where: str, also_known: Collection[str] = ()
 ) -> Options:
-    """Read the options of a plug-in. Raises `ConfigError` with every problem."""
+    """Read the options of a plug-in. Raises `ConfigError`, all problems at once."""
     options = read_options(kind, given, where, also_known=also_known)
     if not options.tiers:
         raise ConfigError("tiers", [], 'allowed: a list such as ["disk:/nvme/kv:500GiB"]')

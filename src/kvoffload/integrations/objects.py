@@ -1,7 +1,7 @@
 """A store of byte objects in tiers, for engines that keep their own RAM.
 
 Owns the staging memory, the jobs, and the deadline of each call. Does not know engines: an object is a key
-and addresses of memory. SGLang's pages and LMCache's chunks are objects.
+and memory addresses. SGLang's pages and LMCache's chunks are stored as objects.
 """
 
 from __future__ import annotations
@@ -28,22 +28,25 @@ from kvoffload.transfer.copies import copy_blocks
 
 OBJECT_KEY_BYTES = 32
 KEY_BYTES = OBJECT_KEY_BYTES + 2
-"""Length of a block's key in bytes. The key is the object's key, then the block's number in the object."""
+"""Length of a block's key in bytes. A block's key is the object's key followed by the block's number in the
+object."""
 MOST_PARTS = 1 << 16
 STORE_DEADLINES = 5
-"""A store may take this many times as long as a load."""
+"""Deadline of a store, as a multiple of the deadline of a load."""
 _BUFFERS = 4
-"""Buffers in the staging memory. A call uses two, so that copies and jobs overlap."""
+"""Number of buffers in the staging memory. A call uses two of them, so that copies overlap with jobs."""
 _BATCHES_IN_FLIGHT = 2
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.001
 _DRAIN_S = 0.005
-"""Seconds for which `clear` holds the lock at a time while it waits for a tier."""
+"""Longest time for which `clear` holds the lock without a pause while it waits for a tier, in seconds."""
 
 Addresses = npt.NDArray[np.int64]
 
 
 class Extents(NamedTuple):
-    """Memory for a batch of equally large objects.
+    """Memory of a batch of objects of equal size.
+
+    An object consists of one or more extents, contiguous pieces of memory.
 
     Attributes:
         addresses: addresses of each object's extents, in order: shape ``(objects, extents)``, int64.
@@ -59,7 +62,7 @@ class Extents(NamedTuple):
         return sum(self.sizes)
 
     def take(self, rows: slice | npt.NDArray[np.intp]) -> Extents:
-        """Return the extents of the objects at these rows."""
+        """Return the extents of the objects in these rows."""
         return Extents(self.addresses[rows], self.sizes)
 
     @classmethod
@@ -70,7 +73,7 @@ class Extents(NamedTuple):
 
 @dataclass(eq=False)
 class ObjectPath:
-    """A path of objects, for the policies of the tiers. Created by `ObjectStore.open_path`.
+    """A path of objects, from which the policies of the tiers learn. `ObjectStore.open_path` creates it.
 
     Attributes:
         records: each tier's record of the path, in the order of the tiers.
@@ -83,7 +86,10 @@ class ObjectPath:
 
 @dataclass(eq=False)
 class _Job:
-    """A job for the blocks `at` of a batch, in tier number `lane`. `result`: None while it is in flight."""
+    """A job of tier number `lane` for the blocks `at` of a batch.
+
+    `result` is None while the job is in flight.
+    """
 
     lane: int
     number: int
@@ -97,10 +103,10 @@ class _Batch:
 
     Attributes:
         objects: rows of the objects in the arguments of the call.
-        keys: keys of all blocks; an object has `parts` consecutive blocks.
+        keys: keys of all blocks. Each object has `parts` consecutive blocks.
         ok: mask of the finished blocks.
-        tried: a mask for each tier: blocks that were requested from the tier.
-        pool: memory that jobs read or fill. Set by `_give_buffer`.
+        tried: for each tier, a mask of the blocks that were requested from the tier.
+        pool: memory that jobs read or fill. `_give_buffer` sets it.
         rows: rows of `pool`, one for each block.
         is_staged: True if `pool` is a staging buffer, False if it is the caller's memory.
         jobs: jobs in flight.
@@ -123,26 +129,30 @@ class _Batch:
 
 
 class ObjectStore:
-    """Objects of bytes in tiers. Every call returns at its deadline with the partial result.
+    """A store of byte objects in tiers.
+
+    Every call returns at its deadline at the latest, with a partial result.
 
     An object is stored as blocks of `block_bytes`; the last block is padded. An object is present if all its
-    blocks are present, even if they come from different stores of the object. The tiers verify each block at
-    a read. A load tries the tiers in order. A store writes to all tiers.
+    blocks are present, even if they come from different stores of the object. The tiers verify each block
+    that they read. A load tries the tiers in order. A store writes to all tiers.
 
     **Copies.** A load reads into staging memory, then copies sound objects to the caller's addresses. So a
-    late job cannot write to memory that the caller has reused. A store copies into staging memory first. With
-    zero copy, the tiers use the caller's memory directly, if all extents have `block_bytes`.
+    job that is late cannot write to memory that the caller has reused. A store first copies objects into
+    staging memory. With zero copy the tiers use the caller's memory directly. This needs extents of
+    `block_bytes` bytes.
 
     Args:
-        tiers: from the fastest to the slowest. The store owns the tiers from now on.
+        tiers: the tiers, from the fastest to the slowest. From now on the store owns them.
         block_bytes: size of a block, equal in all tiers.
-        staging_bytes: limit of the staging memory. Larger objects are neither stored nor loaded.
+        staging_bytes: size limit of the staging memory. An object that is larger is neither stored nor
+            loaded.
         deadline_s: longest duration of a load, in seconds. A store may take `STORE_DEADLINES` times as long.
-        zero_copy: None: zero copy if every tier is shared. True: always. A call may then wait without limit
-            for a disk that hangs. False: never.
-        clock: monotonic seconds.
+        zero_copy: False: never use zero copy. None: use it if every tier is shared. True: always use it; then
+            a call may wait without limit for a disk that hangs.
+        clock: function that returns monotonic seconds.
 
-    Thread: any; tiers are called by one thread at a time. No call raises for a failure of a tier.
+    Thread: any; only one thread at a time calls the tiers. No call raises an exception if a tier fails.
     """
 
     def __init__(
@@ -170,7 +180,7 @@ class ObjectStore:
     # ---- paths
 
     def open_path(self) -> ObjectPath:
-        """Begin a path. Until `finish_path`, stores of the path evict no objects of the path."""
+        """Begin a path. Until `finish_path`, a store for the path evicts no objects of the path."""
         with self._lock:
             return ObjectPath([tier.begin_request("") for tier in self.tiers])
 
@@ -187,7 +197,10 @@ class ObjectStore:
                 tier.contains(packed, record)
 
     def finish_path(self, path: ObjectPath) -> None:
-        """Count an access to a path. Its objects become the most recent, the first object last of all."""
+        """Count an access to a path.
+
+        Its objects become the most recent objects, and its first object the most recent of all.
+        """
         packed = Keys.pack(path.keys, KEY_BYTES)
         with self._lock:
             for tier, record in zip(self.tiers, path.records, strict=True):
@@ -198,7 +211,7 @@ class ObjectStore:
     def find(self, keys: Sequence[bytes], object_bytes: int) -> Mask:
         """Return a mask of the present objects. An object is present if each of its blocks is in some tier.
 
-        Waits for the probes of shared tiers, at most the longest `probe_timeout_s`.
+        Waits for the probes of shared tiers, but no longer than the longest `probe_timeout_s` of the tiers.
         """
         blocks = None if self._closed else self._blocks_of(keys, object_bytes)
         if blocks is None:
@@ -219,7 +232,7 @@ class ObjectStore:
     def stored(self, keys: Sequence[bytes], object_bytes: int) -> Mask:
         """Return a mask of the objects that are present as far as this process knows. Sends no probes.
 
-        After `store`, the mask is False for objects that were refused or failed.
+        After `store`, the mask is False for objects that a tier refused or failed to store.
         """
         if (blocks := self._blocks_of(keys, object_bytes)) is None:
             return np.zeros(len(keys), np.bool_)
@@ -228,7 +241,8 @@ class ObjectStore:
     def load(self, keys: Sequence[bytes], memory: Extents) -> Mask:
         """Read objects into `memory`. Returns a mask of the objects that were found complete and sound.
 
-        The memory of the other objects is unchanged without zero copy, and undefined with zero copy.
+        Without zero copy the memory of the other objects is unchanged. With zero copy its content is
+        undefined.
         """
         until = self._clock() + self.deadline_s
         return self._run(
@@ -239,7 +253,7 @@ class ObjectStore:
         """Write objects from `memory` to all tiers. Returns a mask of the objects that need no retry.
 
         - True: each block of the object is in some tier, or was refused by an admission rule or a policy.
-        - False: a tier was busy, full or failed, the deadline passed, or `clear` was called meanwhile.
+        - False: a tier was busy, was full or failed, the deadline passed, or another thread called `clear`.
         """
         num_clears = self._num_clears
         until = self._clock() + STORE_DEADLINES * self.deadline_s
@@ -259,9 +273,11 @@ class ObjectStore:
                     tier.delete(blocks)
 
     def clear(self, timeout_s: float = 10.0) -> bool:
-        """Forget all objects; in a shared tier for all machines. Returns False if a tier did not confirm.
+        """Forget all objects, in a shared tier for all machines.
 
-        A running store writes nothing more, because its objects may come from the old weights.
+        Returns False if a tier did not confirm in time.
+
+        A running store writes no further objects, because its objects may come from the old weights.
 
         Args:
             timeout_s: longest wait for the tiers, in seconds. Calls of other threads continue meanwhile.
@@ -301,7 +317,7 @@ class ObjectStore:
         begin: Callable[[_Batch], None],
         end: Callable[[_Batch], object],
     ) -> Mask:
-        """Transfer objects in overlapping batches. Returns a mask of the finished objects.
+        """Transfer objects in batches that overlap in time. Returns a mask of the finished objects.
 
         Args:
             begin: starts the jobs of a batch.
@@ -358,7 +374,10 @@ class ObjectStore:
         return self._zero_copy and set(memory.sizes) == {self.block_bytes}
 
     def _batches(self, keys: Sequence[bytes], memory: Extents) -> Iterator[_Batch]:
-        """Divide a call into batches, each small enough for one buffer. `_give_buffer` assigns the buffer."""
+        """Divide the objects of a call into batches that fit in a buffer.
+
+        `_give_buffer` assigns the buffers.
+        """
         parts = self.parts_of(memory.object_bytes)
         if self._closed or not self.tiers or not len(keys):
             return
@@ -394,7 +413,10 @@ class ObjectStore:
         return buffer is not None
 
     def _may_wait(self, until: float) -> bool:
-        """Sleep for a moment. Returns False at the deadline and after `close`, without a sleep."""
+        """Sleep for a moment and return True.
+
+        At the deadline or after `close`, return False without a sleep.
+        """
         if self._closed or self._clock() >= until:
             return False
         time.sleep(_LONGEST_PAUSE_S)
@@ -414,7 +436,8 @@ class ObjectStore:
     def _copies(
         self, batch: _Batch, memory: Extents, which: npt.NDArray[np.intp]
     ) -> Iterator[tuple[Blocks, Blocks, npt.NDArray[np.int64]]]:
-        """Yield for each extent a view of the staging buffer, the caller's memory, and the rows there."""
+        """Yield for each extent: a view of the staging buffer, a view of the caller's memory, and the
+        objects' rows in the latter."""
         flat = batch.pool.reshape(-1)
         count, stride = len(batch.keys) // batch.parts, batch.parts * self.block_bytes
         addresses = memory.addresses[batch.objects][which]
@@ -458,10 +481,12 @@ class ObjectStore:
             self._scatter(batch, memory, np.flatnonzero(batch.ok_objects))
 
     def _begin_writes(self, batch: _Batch, path: ObjectPath | None, until: float, num_clears: int) -> None:
-        """Start to write the missing blocks of each tier. Waits for room in the queues until `until`.
+        """Start to write to each tier the blocks that it lacks.
 
-        `num_clears`: number of calls of `clear` before the store began. After a further call, nothing is
-        written.
+        Waits for room in the tiers' queues until `until`.
+
+        `num_clears`: number of calls of `clear` when the store began. If `clear` is called again, nothing
+        more is written.
         """
         for lane, tier in enumerate(self.tiers):
             record = None if path is None else path.records[lane]
@@ -493,14 +518,17 @@ class ObjectStore:
             batch.ok[at[~accepted]] = True
 
     def _end_jobs(self, batch: _Batch, until: float) -> bool:
-        """Wait for the jobs of a batch. Returns False at the deadline, which zero copy does not have."""
+        """Wait for the jobs of a batch.
+
+        Returns False at the deadline. With zero copy there is no deadline.
+        """
         deadline = until if batch.is_staged else math.inf
         have_ended = self._wait(lambda: all(job.result is not None for job in batch.jobs), deadline)
         self._collect(batch)
         return have_ended
 
     def _collect(self, batch: _Batch) -> None:
-        """Remove the ended jobs, and mark the blocks that these jobs have transferred as finished."""
+        """Remove the ended jobs of a batch, and mark the blocks that they have transferred as finished."""
         with self._lock:
             for job in [job for job in batch.jobs if job.result is not None]:
                 assert job.result is not None
@@ -533,7 +561,7 @@ class ObjectStore:
                 self._staging.ended((lane, result.job))
 
     def _wait(self, condition: Callable[[], bool], until: float) -> bool:
-        """Poll the tiers until a condition is True. Returns False at the deadline, and after `close`."""
+        """Poll the tiers until `condition` is True. Returns False at the deadline or after `close`."""
         pause_s = _FIRST_PAUSE_S
         while True:
             with self._lock:
@@ -557,7 +585,8 @@ class _Staging:
         self._late: list[tuple[Blocks, set[tuple[int, int]]]] = []
 
     def objects_in_a_buffer(self, parts: int) -> int:
-        """Return the number of objects of `parts` blocks for one buffer; 0 if an object exceeds the limit."""
+        """Return how many objects of `parts` blocks fit in one buffer; 0 if one object is larger than the
+        limit."""
         if parts * self._block_bytes > self.limit_bytes:
             return 0
         return max(1, self._rows // parts)
@@ -581,11 +610,17 @@ class _Staging:
         self._free.append(buffer)
 
     def keep(self, buffer: Blocks, jobs: Sequence[tuple[int, int]]) -> None:
-        """Keep a buffer in use until these jobs have ended; `ended` then releases the buffer."""
+        """Keep a buffer in use until these jobs have ended.
+
+        The last call of `ended` for them releases the buffer.
+        """
         self._late.append((buffer, {*jobs}))
 
     def ended(self, job: tuple[int, int]) -> None:
-        """Record the end of a job, and release a buffer that has waited for the job."""
+        """Record the end of a job.
+
+        Release its buffer if `keep` was called for the job and no other job needs the buffer.
+        """
         for buffer, jobs in [entry for entry in self._late if job in entry[1]]:
             jobs.discard(job)
             if not jobs:
@@ -600,9 +635,10 @@ def _whole(blocks: Mask, parts: int) -> Mask:
 
 
 def _view(addresses: Addresses, size: int) -> tuple[Blocks, npt.NDArray[np.int64]]:
-    """Return an array of rows of `size` bytes that covers all `addresses`, and the row of each address.
+    """Return an array with rows of `size` bytes that covers all `addresses`, and the row number of each
+    address.
 
-    Rows may overlap: each row begins one stride after the previous row. The stride divides all distances
+    Each row begins one stride after the previous row, so rows may overlap. The stride divides all distances
     between the addresses. The caller must keep the memory alive.
     """
     first = int(addresses.min())

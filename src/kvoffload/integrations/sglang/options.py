@@ -12,7 +12,7 @@ from kvoffload.tiers.spec import SizedTierOptions, TierOptions
 
 WHERE = "hicache_storage_backend_extra_config"
 OF_SGLANG = ("backend_name", "module_path", "class_name", "interface_v1", "file_storage_path")
-"""Options that SGLang reads or adds."""
+"""Names of the options that SGLang itself reads or adds."""
 AUTO, ALWAYS, NEVER = "auto", "always", "never"
 
 
@@ -21,8 +21,8 @@ class StorageOptions(ObjectOptions):
     """Options of `KVOffloadStorage`.
 
     Attributes:
-        zero_copy: transfers of pages without staging: ``always``, ``never``, or ``auto``, which means only if
-            all tiers are shared.
+        zero_copy: use of transfers without staging memory: ``always``, ``never``, or ``auto``. ``auto``
+            means: if all tiers are shared.
     """
 
     deadline: Duration = 2.0
@@ -31,12 +31,12 @@ class StorageOptions(ObjectOptions):
 
     @property
     def allows_zero_copy(self) -> bool | None:
-        """The option `zero_copy` as an argument of `ObjectStore`. None: ``auto``."""
+        """The argument `zero_copy` of `ObjectStore` for the option `zero_copy`; None for ``auto``."""
         return {ALWAYS: True, NEVER: False}.get(self.zero_copy)
 
 
 def parse_options(extra_config: Mapping[str, Any] | None) -> StorageOptions:
-    """Read the options. Raises `ConfigError` with every problem."""
+    """Read the options. Raises `ConfigError`, all problems at once."""
     return read_object_options(StorageOptions, extra_config or {}, WHERE, also_known=OF_SGLANG)
 
 

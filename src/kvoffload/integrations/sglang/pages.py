@@ -1,4 +1,5 @@
-"""SGLang's host pools as memory of objects: the addresses of each page, and a text for the page format.
+"""Access to the pages in SGLang's host pools: the addresses of each page, and a text that describes the page
+format.
 
 Does not know keys or tiers.
 """
@@ -29,15 +30,16 @@ _ANATOMY = tuple(
 class HostPages:
     """The pages of a host pool.
 
-    If the pool reports the addresses of its pages (`get_page_buffer_meta`), no page is copied. Otherwise the
-    pool copies each page (`get_data_page`, `set_from_flat_data_page`).
+    If the pool can report the addresses of its pages (`get_page_buffer_meta`), this class copies no page.
+    Otherwise it lets the pool copy each page (`get_data_page`, `set_from_flat_data_page`).
 
     Attributes:
         page_bytes: bytes of a page.
         sizes: bytes of each extent of a page.
-        description: text that is equal for pools with equal page formats.
+        description: text about the page format. Pools with equal page formats have equal texts.
 
-    Raises: `ConfigError` for a pool without a dtype, because pages of another dtype could be served.
+    Raises: `ConfigError` for a pool without a dtype, because otherwise pages of another dtype could be
+    served.
     """
 
     def __init__(self, name: str, pool: Any) -> None:
@@ -67,7 +69,7 @@ class HostPages:
         return False, (page.numel() * page.element_size(),)
 
     def has_indices_for(self, keys: Sequence[str], indices: Any) -> bool:
-        """Return True if there are host indices for exactly these pages."""
+        """Return True if `indices` are host indices for exactly the pages `keys`."""
         return indices is not None and int(indices.numel()) == len(keys) * self.page_size
 
     def stored(self, indices: Any) -> tuple[Extents, object]:
@@ -78,7 +80,7 @@ class HostPages:
         return _of_tensors(pages), pages
 
     def loaded(self, indices: Any) -> tuple[Extents, Callable[[Mask], None]]:
-        """Return memory for pages to load, and a function that moves loaded pages into the pool."""
+        """Return memory for the pages to load, and a function that moves the loaded pages into the pool."""
         if self._has_addresses:
             return self._addresses(indices), lambda mask: None
         pages = [self._pool.get_dummy_flat_data_page() for _ in self._heads(indices)]
@@ -106,7 +108,7 @@ def _of_tensors(pages: Sequence[Any]) -> Extents:
 
 
 def _runs(sizes: Sequence[int]) -> list[list[int]]:
-    """Replace runs of equal sizes by ``[size, length of the run]``."""
+    """Encode a list of sizes as runs of equal sizes: ``[size, length of the run]`` for each run."""
     runs: list[list[int]] = []
     for size in sizes:
         if runs and runs[-1][0] == size:
@@ -125,9 +127,10 @@ def _plain(value: Any) -> Any:
 def best_block_bytes(sizes: Sequence[int], extents: Sequence[int]) -> int:
     """Return the block size for objects of these sizes, in bytes.
 
-    - Objects of one size: a block is a whole object. If the extents of an object are equal, large and few, a
-      block is an extent instead, because pages then move without a copy.
-    - Objects of several sizes: a multiple of 4 KiB with the smallest total cost of padding and blocks.
+    - If all objects have the same size, a block is a whole object. But if an object has few large extents of
+      equal size, a block is an extent, because then pages need no copy.
+    - If objects have several sizes, the block size is the multiple of 4 KiB with the smallest total cost of
+      padding and number of blocks.
 
     Args:
         sizes: bytes of an object of each pool.

@@ -1,6 +1,6 @@
-"""The identity of an SGLang engine as producer of pages: SGLang's arguments, versions, device, weights.
+"""The identity of an SGLang engine that produces pages: SGLang's arguments, versions, device and weights.
 
-An argument that `producer_table` does not list is *bound*: it is part of the fingerprint. The format of a
+Every argument that `producer_table` does not list is *bound*: it is part of the fingerprint. The format of a
 page, including the dtype, is part of each key (`pages`).
 """
 
@@ -32,7 +32,7 @@ from kvoffload.model.weights import files_of, weights_identity
 from kvoffload.transfer.engine import cpu_capability
 
 _KEY_FORMAT = 1
-"""Version of keys and of the order of bytes in an object; increment it with every change."""
+"""Version of the keys and of the byte order in an object. Increment it when keys or byte order change."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _LIBRARIES = ("sglang", "torch", "triton", "flashinfer-python", "sgl-kernel", "sglang-kernel")
 
@@ -45,8 +45,10 @@ class Producer:
         facts: all parts of the fingerprint except the weights.
         models: path and revision of each model.
         download_dir: SGLang's cache of weights from the hub; empty for the default cache.
-        identity: the user's name of the weights. Replaces the weights in the fingerprint for shared tiers.
-        loads_adapters: True if requests may use LoRA adapters. No fingerprint includes their contents.
+        identity: the user's name for the weights. In the fingerprint for shared tiers it replaces the
+            weights.
+        loads_adapters: True if requests may use LoRA adapters. The fingerprints do not include the contents
+            of adapters.
     """
 
     facts: Mapping[str, Any]
@@ -64,14 +66,15 @@ class Producer:
         """Return the fingerprint for tiers that machines share. Raises `ConfigError` for unknown weights.
 
         Args:
-            name: the tier's name of the weights; empty for none. The engine's `identity` is bound as well.
+            name: the tier's name for the weights; empty if it has none. The fingerprint also includes
+                `identity`.
         """
         names = [given for given in (name, self.identity) if given]
         identities = [] if names else [weights_identity(model, self.download_dir) for model, _ in self.models]
         return _text({**self.facts, "weights": identities, "names": names})
 
     def check_weights(self) -> None:
-        """Raise `ConfigError` if a model has neither files nor a hub commit for the fingerprint."""
+        """Raise `ConfigError` if neither files nor a hub commit of a model are found for the fingerprint."""
         if self.facts.get(f"sglang.{LOAD_FORMAT}") == DUMMY:
             return  # the seed determines the weights
         for model, revision in self.models:
@@ -97,8 +100,8 @@ class Producer:
 def find_producer(storage_config: Any, pools: Mapping[str, HostPages], identity: str) -> Producer:
     """Return the producer of the running engine.
 
-    Raises: `ConfigError` if SGLang's arguments are unknown and `identity` is empty. Pages of another
-        configuration could otherwise be served.
+    Raises: `ConfigError` if SGLang's arguments are unknown and `identity` is empty, because otherwise pages
+    of another configuration could be served.
     """
     arguments = server_arguments()
     if arguments is None and not identity:
@@ -141,7 +144,8 @@ def find_producer(storage_config: Any, pools: Mapping[str, HostPages], identity:
 def server_arguments() -> dict[str, Any] | None:
     """Return SGLang's arguments in this process; None if unknown.
 
-    Returns the values that the user has given, and SGLang's resolved values for arguments in `RESOLVED`.
+    Returns the values that the user has given. For the arguments in `RESOLVED`, returns the values that
+    SGLang has resolved.
     """
     try:
         from sglang.srt.runtime_context import get_server_args

@@ -1,6 +1,7 @@
-"""SGLang's arguments without effect on the bytes of a page. All other arguments are bound (`producer`).
+"""SGLang's arguments that do not change the bytes of a page. All other arguments are bound (`producer`).
 
-Read for SGLang 0.5.23. An argument belongs here only if it cannot change KV of a given prompt.
+The list was made for SGLang 0.5.23. An argument belongs here only if it cannot change the KV of a given
+prompt.
 """
 
 from __future__ import annotations
@@ -67,18 +68,19 @@ WITHOUT_EFFECT = frozenset(
     weight_loader_prefetch_num_threads
     """.split()  # noqa: SIM905
 )
-"""Arguments without effect on KV. Includes the names of weights: the files or the commit identify weights."""
+"""Arguments that do not change KV. Names of weights are among them, because the files or the commit identify
+the weights."""
 
 SEED, LOAD_FORMAT, DUMMY = "random_seed", "load_format", "dummy"
-"""SGLang draws the seed at each start. The seed affects KV only with random weights (`DUMMY`)."""
+"""SGLang draws a random seed at each start. The seed affects KV only if the weights are random (`DUMMY`)."""
 
 RESOLVED = (
     SEED, "model_path", "revision", "speculative_draft_model_path", "speculative_draft_model_revision",
 )  # fmt: skip
-"""Arguments whose resolved value counts: SGLang draws the seed, and replaces names of ModelScope and of GGUF
-files by local paths."""
+"""Arguments of which the fingerprint has SGLang's resolved value, not the user's value. SGLang draws the
+seed, and it replaces names of ModelScope models and of GGUF files by local paths."""
 
 VARIABLES_WITHOUT_EFFECT = re.compile(
     r"SGLANG_(TEST|HICACHE|LOG|TORCH_PROFILER|HOST|PORT|TMP|CACHE_DIR|.*TIMEOUT).*"
 )
-"""Environment variables without effect; the other ``SGLANG_*`` variables are bound."""
+"""Environment variables that do not change KV. All other ``SGLANG_*`` variables are bound."""

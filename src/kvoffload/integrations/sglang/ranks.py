@@ -1,4 +1,4 @@
-"""The ranks of an SGLang server: ranks with equal pages, and the part of a disk for each rank.
+"""The ranks of an SGLang server: which ranks have equal pages, and which part of a disk each rank uses.
 
 A rank is one scheduler process. `HiCacheStorageConfig` has the ranks of tensor, pipeline and context
 parallelism. SGLang's runtime context has the rank of data parallelism.
@@ -14,7 +14,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.tiers.spec import SizedTierOptions, TierOptions
 
 _RANK_SHARDED = {PoolName.MAMBA.value}
-"""Pools that are divided among the ranks, even if all ranks have equal KV pages (MLA)."""
+"""Pools whose pages are divided among the ranks even if all ranks have equal KV pages (MLA)."""
 
 
 def check_ranks(config: HiCacheStorageConfig, tiers: Sequence[TierOptions]) -> None:
@@ -41,7 +41,7 @@ def num_ranks(config: HiCacheStorageConfig) -> int:
 
 
 def directory_of(config: HiCacheStorageConfig) -> str:
-    """Return the name of this rank's directory; empty for a server of one rank."""
+    """Return the name of this rank's directory, or an empty text if the server has one rank."""
     names = [
         f"{kind}{rank}of{count}"
         for kind, rank, count in (
@@ -69,7 +69,7 @@ def shard_of(config: HiCacheStorageConfig, name: str) -> str:
 
 
 def _data_parallel(config: HiCacheStorageConfig) -> tuple[int, int]:
-    """Return the data-parallel rank, and the number of data-parallel ranks: replicas times groups."""
+    """Return the data-parallel rank and the number of data-parallel ranks, which is replicas times groups."""
     replica, replicas = _replica()
     groups = max(of_context("attn_dp_size") or 1, config.dp_rank + 1)
     return (replica or 0) * groups + config.dp_rank, replicas * groups

@@ -5,8 +5,8 @@
         "hicache_storage_pass_prefix_keys": true, "tiers": ["disk:/nvme/kv:500GiB"]}'
 
 Translates SGLang's pages, keys and host pools into objects (`kvoffload.integrations.objects`). SGLang's
-threads for queries, reads and writes call the storage. Each call waits for the tiers until its deadline. No
-failure and no internal error reaches SGLang.
+threads for queries, reads and writes call the storage. Each call waits for the tiers until its deadline.
+Neither a failure nor an internal error raises an exception in SGLang.
 """
 
 from __future__ import annotations
@@ -47,11 +47,12 @@ logger = logging.getLogger("sglang.kvoffload")
 class KVOffloadStorage(HiCacheStorage):
     """A HiCache storage backend with tiers of kvoffload. Supports the interfaces v1 and v2.
 
-    The tiers open when SGLang has registered its host pools, and close when SGLang detaches the backend.
+    The tiers are opened when SGLang has registered its host pools, and closed when SGLang detaches the
+    backend.
 
-    Raises: `ConfigError` from the constructor for impossible options, and from `on_host_pools_registered` if
-        the engine's pages cannot be identified. If a directory or server cannot be used now, the storage logs
-        an error and runs without this tier.
+    Raises: `ConfigError` from the constructor for invalid options, and from `on_host_pools_registered` if the
+    engine's pages cannot be identified. If a directory or server cannot be used now, the storage logs an
+    error and runs without this tier.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
@@ -76,7 +77,7 @@ class KVOffloadStorage(HiCacheStorage):
         self._register(PoolName.KV.value, mem_pool_host)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Register a further host pool, before or after the tiers open."""
+        """Register a further host pool, before or after the tiers are opened."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         self._register(_name(host_pool_name), host_pool)
 
@@ -103,7 +104,7 @@ class KVOffloadStorage(HiCacheStorage):
     def clear(self) -> bool:
         """Forget all pages in all tiers, for all machines. Returns False if a tier has not confirmed.
 
-        Clears the tiers even after an internal error, because a later process could find the pages.
+        Also clears the tiers after an internal error, because otherwise a later process could find the pages.
         """
         self._paths.clear()
         confirmed = self.store is not None and self.store.clear()
@@ -145,7 +146,7 @@ class KVOffloadStorage(HiCacheStorage):
     ) -> list[bool]:
         """Write pages from the host pool. Returns True for each page that needs no retry.
 
-        No retry is needed for pages that are in a tier, or that a tier's rule has refused.
+        A page needs no retry if a tier has it or if a tier's admission rule or policy has refused it.
         """
         return self._set(PoolName.KV.value, keys, host_indices, _prefix(extra_info))
 
@@ -202,12 +203,12 @@ class KVOffloadStorage(HiCacheStorage):
         return self.batch_exists([key]) == 1
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
-        """Read a page into a flat tensor; None if the page is missing."""
+        """Read a page into a flat tensor. Return None if the page is missing."""
         return self.batch_get([key], [target_location])[0]
 
     @contained(lambda keys, target_locations=None, target_sizes=None: [None] * len(keys))
     def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
-        """Read pages into flat tensors of a page's size; None in place of each missing page."""
+        """Read pages into flat tensors of the size of a page. The result has None for each missing page."""
         targets = list(target_locations or [None] * len(keys))
         page_bytes = self._pages[PoolName.KV.value].page_bytes
         if any(target is None or target.numel() * target.element_size() != page_bytes for target in targets):
@@ -224,7 +225,7 @@ class KVOffloadStorage(HiCacheStorage):
     def batch_set(
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
-        """Write pages from flat tensors of a page's size. Returns True if no page needs a retry."""
+        """Write pages from flat tensors of the size of a page. Returns True if no page needs a retry."""
         tensors = [value.contiguous() for value in values or []]
         page_bytes = self._pages[PoolName.KV.value].page_bytes
         if len(tensors) != len(keys) or any(t.numel() * t.element_size() != page_bytes for t in tensors):
@@ -258,7 +259,10 @@ class KVOffloadStorage(HiCacheStorage):
         }
 
     def _movable(self, name: str, keys: Sequence[str], indices: Any) -> HostPages | None:
-        """Return the pool of these pages; None without open tiers, pool, keys or suitable indices."""
+        """Return the pool of these pages.
+
+        Return None if tiers are not open, or if pool, keys or suitable indices are missing.
+        """
         pages = self._pages.get(name)
         if pages is None or self.store is None or not keys or not pages.has_indices_for(keys, indices):
             return None
@@ -307,8 +311,8 @@ class KVOffloadStorage(HiCacheStorage):
     ) -> ObjectPath:
         """Return the path that consists of `prefix` and `keys`.
 
-        If `prefix` is the path of the last batch, `keys` extend this path. So the policies count each page of
-        an operation only once.
+        SGLang passes the pages of an operation in several batches. If `prefix` is the path of the previous
+        batch, `keys` extend this path, so that the policies count each page of an operation only once.
         """
         before, page_bytes = prefix or [], self._pages[name].page_bytes
         path, chain = self._paths.get(kind, (None, before))
@@ -334,7 +338,7 @@ class KVOffloadStorage(HiCacheStorage):
         ]
 
     def _pages_of_groups(self, transfer: PoolTransfer) -> int:
-        """Return the number of pages that the leading complete groups of a `BLOCK_GROUPS` pool cover."""
+        """Return the number of pages in the leading complete groups of a `BLOCK_GROUPS` pool."""
         if not transfer.group_pages or not transfer.keys:
             return 0
         return (

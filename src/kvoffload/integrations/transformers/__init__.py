@@ -1,4 +1,4 @@
-"""Prefix caching for Hugging Face transformers: the KV of known prompts comes from a `KVCache`.
+"""Prefix caching for Hugging Face transformers: the KV of known prompts is loaded from a `KVCache`.
 
 `PrefixCache.generate` takes the arguments of ``model.generate``. `model` reads the layout of a model and
 refuses models that cannot be cached; `batch` loads and stores the KV of one batch.

@@ -13,16 +13,19 @@ from kvoffload.errors import ConfigError
 
 
 class PrefixBatch:
-    """A context manager for a batch of prompts and the longest prefix that is known for all prompts.
+    """A context manager for a batch of prompts.
 
-    All rows of a batch have the same number of columns in `cache`. With left padding a row's tokens begin at
-    its first column without padding; columns of padding are zero.
+    It loads the longest prefix for which the KV of all prompts is known.
+
+    All rows of a batch have the same number of columns in `cache`. With left padding the tokens of a row
+    begin after its padding, and the padded columns contain zeros.
 
     Attributes:
-        cache: a `DynamicCache` of `num_cached` columns, for ``model(..., cache=cache)``. The argument's name
-            is ``past_key_values`` before transformers 5.24. Layers with a sliding window keep all tokens,
+        cache: a `DynamicCache` of `num_cached` columns, for ``model(..., cache=cache)``. Before transformers
+            5.24 the argument is named ``past_key_values``. Layers with a sliding window also keep all tokens,
             because later prompts may continue any prefix.
-        num_cached: number of leading columns of the batch in `cache`. Never includes the last column.
+        num_cached: number of leading columns of the batch that are in `cache`. The last column of the batch
+            is never among them.
     """
 
     def __init__(
@@ -37,8 +40,8 @@ class PrefixBatch:
         """Begin a batch.
 
         Args:
-            counts_padding: True if the model counts columns of padding as positions. Rows with different
-                padding then share no KV.
+            counts_padding: True if the model counts padded columns as positions. If True, rows with different
+                padding share no KV.
         """
         self._kv_cache, self._ids = kv_cache, input_ids
         self._starts = first_columns(input_ids, attention_mask)
@@ -68,12 +71,13 @@ class PrefixBatch:
         May be called again when `cache` has more columns.
 
         Args:
-            sequences: token ids of all rows: prompts and generated tokens. Several sequences of a prompt are
-                consecutive, as in the result of ``model.generate``.
-            prompts_only: store only the prompts. Needed after beam search, which reorders the rows of
+            sequences: token ids of all rows: prompts and generated tokens. If a prompt has several sequences,
+                their rows follow one another, as in the result of ``model.generate``.
+            prompts_only: True to store only the prompts. Needed after beam search, which reorders the rows of
                 `cache`.
 
-        Raises: `ConfigError` unless the sequences continue the prompts and the last call's sequences.
+        Raises: `ConfigError` unless the sequences begin with the prompts and with the sequences of the
+        previous call.
         """
         kv = [(layer.keys, layer.values) for layer in self.cache.layers]
         if not kv:
@@ -101,7 +105,7 @@ class PrefixBatch:
         return stored
 
     def _load(self) -> None:
-        """Load each row's prefix, and keep the columns that all rows have."""
+        """Load the longest known prefix of each row, and keep the columns that all rows have."""
         layout, (rows, width) = self._kv_cache.layout, self._ids.shape
         kv = [
             tuple(
@@ -141,7 +145,7 @@ def _continuation(sequence: torch.Tensor, known: torch.Tensor, name: str) -> tor
 
 
 def first_columns(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[int]:
-    """Return the column of each row's first token. Raises `ConfigError` unless padding is on the left."""
+    """Return the column of each row's first token. Raises `ConfigError` if padding is not on the left."""
     if input_ids.ndim != 2 or 0 in input_ids.shape:
         raise ConfigError("input_ids.shape", tuple(input_ids.shape), "allowed: (batch, tokens)")
     if attention_mask is None:

@@ -1,4 +1,4 @@
-"""Facts about a model of transformers: layout of KV, digest of the configuration, reasons for a refusal."""
+"""Facts about a transformers model: layout of its KV, digest of its configuration, reasons to refuse it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvoffload.integrations.transformers.rope import check_rope, probe_rope
 
 AXES = "batch head token dim"
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
-"""Name of the cache in arguments and results of models; ``cache`` since transformers 5.24."""
+"""Name of the cache in the arguments and results of models. Since transformers 5.24 it is ``cache``."""
 _LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 _WITHOUT_EFFECT = {
     *("_name_or_path", "_commit_hash", "transformers_version", "architectures", "use_cache"),
@@ -27,11 +27,11 @@ _WITHOUT_EFFECT = {
 
 
 def kv_layout(model: Any, block_tokens: int = 16) -> KVLayout:
-    """Return the layout of a model's KV, from a forward pass of one token.
+    """Return the layout of a model's KV. Determines it by a forward pass of one token.
 
-    Raises: `ConfigError` for a model in training mode, or with unsuitable KV. The KV must be one key and one
-    value for each token and layer. This excludes encoder-decoders, linear attention, paged attention, rope
-    that depends on the total length, and layers of different shapes or devices.
+    Raises: `ConfigError` for a model in training mode or with unsuitable KV. The KV must be one key and one
+    value for each token and layer, of equal shape and on one device. So encoder-decoders, linear attention,
+    paged attention, and rope that depends on the total length are not possible.
     """
     if model.config.is_encoder_decoder:
         raise ConfigError("model", type(model).__name__, "allowed: decoder-only; it is an encoder-decoder")
@@ -65,7 +65,7 @@ def kv_layout(model: Any, block_tokens: int = 16) -> KVLayout:
 
 
 def configuration_digest(model: Any) -> str:
-    """Return a digest of a model's configuration, except fields without effect on KV."""
+    """Return a digest of a model's configuration, without the fields that do not change KV."""
     fields = {k: v for k, v in model.config.to_dict().items() if k not in _WITHOUT_EFFECT}
     return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()[:32]
 

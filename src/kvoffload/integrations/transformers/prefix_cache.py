@@ -1,4 +1,4 @@
-"""``model.generate`` with a prefix cache: the same arguments, the same answers."""
+"""``model.generate`` with a prefix cache. It has the same arguments and gives the same answers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _REFUSED = {
     "custom_generate": "without a loop of its own",
     "prefill_chunk_size": "without chunks, which begin at the first token",
 }
-"""Arguments of ``model.generate`` that are refused, with the reason."""
+"""Mapping: argument of ``model.generate`` that is refused -> reason."""
 
 
 class PrefixCache:
@@ -39,13 +39,13 @@ class PrefixCache:
             prefix = PrefixCache(model, cache)
             output = prefix.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=200)
 
-    In float32 the greedy tokens are equal to the tokens of ``model.generate``. In shorter types rounding may
-    differ, because the model computes fewer tokens at once.
+    In float32, greedy decoding gives the same tokens as ``model.generate``. In shorter types some tokens may
+    differ because of rounding, as the model computes fewer tokens at once.
 
     Args:
         model: a decoder-only model with full or sliding attention, on one device.
         cache: from `kvoffload.open`, with ``layout=kv_layout(model)``. The model's configuration is part of
-            every key. The weights are not: name the weights in `kvoffload.open`.
+            every key, but its weights are not: name them in the argument `model` of `kvoffload.open`.
 
     Raises: `ConfigError` for a model that cannot be cached, or a cache of another layout.
     """
@@ -61,12 +61,13 @@ class PrefixCache:
     ) -> PrefixBatch:
         """Return a context manager that loads the longest known prefix of a batch.
 
-        Pass ``cache`` of the context manager to ``model(...)`` or ``model.generate``.
+        Pass its attribute ``cache`` to ``model(...)`` or ``model.generate``.
 
         Args:
             input_ids: prompts of equal length; shape ``(batch, tokens)``.
-            attention_mask: all ones, if given. Padding is refused: without ``position_ids`` a model counts
-                padding as positions, and the stored KV would be wrong in batches with other padding.
+            attention_mask: None or all ones. Padding is refused, because without ``position_ids`` a model
+                counts padding as positions, and then the stored KV would be wrong in batches with other
+                padding.
             salt: any text, for example a tenant. Prompts with different salts share no KV.
 
         Raises: `ConfigError` for padding.
@@ -84,12 +85,12 @@ class PrefixCache:
     def generate(
         self, inputs: torch.Tensor | None = None, *arguments: Any, salt: str = "", **options: Any
     ) -> Any:
-        """Generate as ``model.generate``, and store the KV of prompts and answers.
+        """Generate as ``model.generate`` does, and store the KV of prompts and answers.
 
         If the answer cannot be stored, a warning is logged and the answer is returned.
 
-        Raises: `ConfigError` for arguments other than tokens that change KV (images, embeddings,
-        positions), and for static, quantized and paged caches. All checks precede the model's work.
+        Raises: `ConfigError` for arguments that change KV in addition to the tokens (images, embeddings,
+        positions), and for static, quantized and paged caches. All checks are made before the model computes.
         """
         ids = options.pop("input_ids", None) if inputs is None else inputs
         if not isinstance(ids, torch.Tensor):
@@ -114,7 +115,10 @@ class PrefixCache:
         return output
 
     def _named(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-        """Return all arguments of ``model.generate`` by name. `arguments` are those after `inputs`."""
+        """Return all arguments of ``model.generate`` by name.
+
+        `arguments`: the positional arguments after `inputs`.
+        """
         parameters = inspect.signature(self._model.generate).parameters.values()
         names = [known.name for known in parameters if known.kind is known.POSITIONAL_OR_KEYWORD][1:]
         given = dict(zip(names, arguments, strict=False))
@@ -125,13 +129,14 @@ class PrefixCache:
         return given | options
 
     def _batch(self, ids: torch.Tensor, mask: torch.Tensor | None, salt: str) -> PrefixBatch:
-        """Create a batch. A model without the argument ``position_ids`` counts padding as positions."""
+        """Create a batch. If the model has no argument ``position_ids``, it counts padding as positions."""
         counts_padding = "position_ids" not in inspect.signature(self._model.forward).parameters
         salt = f"{self._digest}/{salt}"
         return PrefixBatch(self._cache, ids, mask, salt, counts_padding=counts_padding)
 
     def _check_model(self, ids: torch.Tensor) -> None:
-        """Raise `ConfigError` if the model is in training mode, or the prompts are on another device."""
+        """Raise `ConfigError` if the model is in training mode or the prompts are on another device than the
+        model."""
         if self._model.training:
             raise ConfigError("model.training", True, "allowed: False, without dropout; call model.eval()")
         if ids.device != self._model.device:
@@ -161,7 +166,8 @@ class PrefixCache:
             raise ConfigError("attention_mask", None, f"give it: the prompts contain the padding token {pad}")
 
     def _setting(self, name: str, config: Any, options: dict[str, Any]) -> Any:
-        """Return a setting from `options`, else from `config`, else from the model; None if it is unset."""
+        """Return a setting from the first of `options`, `config` and the model that has it; None if it is
+        unset."""
         for value in (
             options.get(name),
             getattr(config, name, None),

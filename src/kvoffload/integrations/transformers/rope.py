@@ -1,7 +1,7 @@
-"""Refusal of rope that computes the KV of a token from the length of the whole sequence.
+"""Refusal of rope types with which the KV of a token depends on the length of the whole sequence.
 
-Known types are refused by name. Other models are probed: the position of the last token must not change the
-KV of earlier tokens.
+Known types are refused by name. Other models are probed: if the last token moves to another position, the KV
+of the earlier tokens must not change.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _NAMES = ("rotary", "rope")
 _FACTORS = (4, 64)
 """Probed sequence lengths, as multiples of ``max_position_embeddings``."""
 LONGEST_TABLE = 1 << 19
-"""Limit of probed sequence lengths. A module may compute a table of all positions: 256 MiB at this length."""
+"""Longest sequence length that is probed. A module may compute a table of all positions, which takes 256 MiB
+at this length."""
 _TOLERANCE = 0.02
 """Largest difference that counts as rounding, as a fraction of the largest value."""
 _ALLOWED = "allowed: rope whose KV does not depend on the total length, such as default, yarn"
@@ -32,8 +33,8 @@ def check_rope(fields: Any, path: str = "model.config", in_rope: bool = False) -
     Args:
         fields: a configuration as a dict, or a part of it.
         path: name of this part.
-        in_rope: True if `fields` are inside ``rope_parameters`` or a similar field. There the field ``type``
-            of older configurations is the type of rope.
+        in_rope: True if `fields` are inside ``rope_parameters`` or a similar field. Only there the field
+            ``type`` of older configurations means the type of rope.
 
     Raises: `ConfigError` that names the field.
     """
@@ -46,17 +47,18 @@ def check_rope(fields: Any, path: str = "model.config", in_rope: bool = False) -
 
 
 def probe_rope(model: Any, longest: int, kv_of: Callable[[list[int]], list[torch.Tensor]]) -> None:
-    """Refuse a model whose KV depends on the length of the sequence, whatever the name of the rope type.
+    """Refuse a model whose KV depends on the length of the sequence, whatever the name of its rope type.
 
-    The model computes a few tokens three times: with the last token near the other tokens, at position
-    ``longest - 1``, and near the other tokens again. The KV of the other tokens must stay the same. Only
-    copies of the rotary modules on the CPU compute positions beyond `longest`, because such positions could
-    be an error on a device. Not detected: rope that changes only beyond `longest` and has no module.
+    The model computes a few tokens three times. In the first and third pass the last token is near the other
+    tokens, in the second pass it is at position ``longest - 1``. The KV of the other tokens must be the same
+    in all passes. Positions beyond `longest` could cause an error on a device, so only copies of the rotary
+    modules on the CPU compute them. The probe does not detect rope that changes only beyond `longest` and has
+    no module.
 
     Args:
         longest: ``max_position_embeddings``.
-        kv_of: ``kv_of(position_ids)`` computes a token for each position, and returns the keys and values of
-            all tokens but the last.
+        kv_of: function of a list of positions. It computes a token for each position, and returns the keys
+            and values of all tokens except the last.
 
     Raises: `ConfigError`.
     """
@@ -87,7 +89,7 @@ def probe_rope(model: Any, longest: int, kv_of: Callable[[list[int]], list[torch
 
 
 class Outcome(enum.Enum):
-    """Outcome of calling a rotary module with a longer sequence."""
+    """Outcome of a call of a rotary module with a longer sequence."""
 
     SAME = "the results for the leading tokens are the same"
     CHANGES = "they differ"
@@ -103,7 +105,8 @@ class _Call(NamedTuple):
     """A call of a rotary module in a forward pass.
 
     Attributes:
-        lengths: possible lengths of the sequence. An integer argument with one of these values is the length.
+        lengths: the possible lengths of the sequence. An integer argument of the call that has one of these
+            values is taken as the length.
     """
 
     module: Any
@@ -113,14 +116,17 @@ class _Call(NamedTuple):
 
     @property
     def makes_table(self) -> bool:
-        """True if the module takes the length of the sequence."""
+        """True if the length of the sequence is an argument of the call.
+
+        Such a module computes a table of positions.
+        """
         return any(self._is_length(value) for value in (*self.args, *self.options.values()))
 
     def _is_length(self, value: Any) -> bool:
         return type(value) is int and value in self.lengths
 
     def in_sequence(self, length: int) -> Outcome:
-        """Repeat the call for a sequence of `length` tokens, and compare the results of leading tokens."""
+        """Repeat the call for a sequence of `length` tokens; compare the results for the leading tokens."""
 
         def longer(value: Any) -> Any:
             if isinstance(value, torch.Tensor) and not value.is_floating_point() and value.numel() > 1:
@@ -164,7 +170,7 @@ def _on_cpu(value: Any) -> Any:
 
 @contextmanager
 def _recorded_calls(model: Any, lengths: Set[int]) -> Iterator[list[_Call]]:
-    """Record the first call of each rotary module. The yielded list is filled at the end of the context."""
+    """Record the first call of each rotary module. The yielded list is filled when the context ends."""
     calls: dict[int, _Call] = {}
 
     def record(module: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -185,7 +191,7 @@ def _recorded_calls(model: Any, lengths: Set[int]) -> Iterator[list[_Call]]:
 
 
 def _leading(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cut two results to their common sizes, without the last token, whose position differs."""
+    """Cut two results to their common sizes. Also remove the last token, because its position differs."""
     for axis in range(min(first.ndim, second.ndim) - 1):
         size = min(first.shape[axis], second.shape[axis])
         size -= size > 1
@@ -196,7 +202,7 @@ def _leading(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, t
 def _is_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Return True if two tensors have the same shape and are equal up to rounding.
 
-    NaN and infinity count as 0: the probe's tokens are arbitrary, so their values may overflow.
+    NaN and infinity count as 0, because the probe's tokens are arbitrary and their values may overflow.
     """
     first, second = (tensor.float().nan_to_num(0.0, 0.0, 0.0) for tensor in (first, second))
     bound = _TOLERANCE * float(first.abs().max()) if first.numel() else 0.0

@@ -1,7 +1,7 @@
 """kvoffload inside vLLM: `KVOffloadConnector` (``kv_connector``) and `KVOffloadSpec` (``spec_name``).
 
-The only package that knows vLLM. The first use of these classes imports vLLM. Options can be checked without
-vLLM.
+This is the only package that knows vLLM. It imports vLLM at the first use of these classes, so options can be
+checked without vLLM.
 """
 
 from __future__ import annotations

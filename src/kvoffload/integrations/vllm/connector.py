@@ -1,6 +1,6 @@
 """``KVOffloadConnector``: vLLM's ``OffloadingConnector`` with our scheduler side and vLLM's worker side.
 
-Checks the options and installs the scheduler side.
+The class checks the options and installs the scheduler side.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ from kvoffload.integrations.vllm.spec import checked_options
 
 
 class KVOffloadConnector(OffloadingConnector):
-    """Connector with lookups of whole prefixes. `store: on-device-eviction` stores blocks that the GPU drops.
+    """Connector that looks up whole prefixes.
+
+    With the option `store: on-device-eviction` it stores the blocks that the GPU drops.
 
         {"kv_connector": "KVOffloadConnector", "kv_connector_module_path":
          "kvoffload.integrations.vllm.connector", "kv_role": "kv_both", "kv_connector_extra_config":
          {"spec_name": "KVOffloadSpec", "spec_module_path": "kvoffload.integrations.vllm", "ram": "64GiB"}}
 
-    Raises `ConfigError` when the engine starts, never later.
+    Raises: `ConfigError` for wrong options, only when the engine starts.
     """
 
     connector_scheduler: Any
@@ -41,8 +43,8 @@ class KVOffloadConnector(OffloadingConnector):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Check the options and return False.
 
-        With CUDA graphs vLLM calls this method before it starts a process. So wrong options stop the engine
-        before weights are loaded.
+        If CUDA graphs are on, vLLM calls this method before it starts its processes. So wrong options stop
+        the engine before weights are loaded.
         """
         checked_options(extra_config)
         return False
@@ -78,8 +80,8 @@ class KVOffloadConnector(OffloadingConnector):
     def build_prom_metrics(cls, vllm_config: Any, *arguments: Any) -> Any:
         """Return the metrics of our specification.
 
-        Sets the name of the specification here, too: in a ``MultiConnector`` vLLM passes a different copy of
-        the configuration to the constructor.
+        Sets the name of the specification in the configuration, as the constructor does, because in a
+        ``MultiConnector`` vLLM passes another copy of the configuration to the constructor.
         """
         _with_spec(vllm_config)
         return super().build_prom_metrics(vllm_config, *arguments)
@@ -121,7 +123,7 @@ class KVOffloadConnector(OffloadingConnector):
             self._recording.recorder.close()
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Watch vLLM's newly created pool of blocks, in the mode ``on-device-eviction``."""
+        """In the mode ``on-device-eviction``, begin to watch vLLM's new pool of GPU blocks."""
         super().bind_gpu_block_pool(gpu_block_pool)
         if self._caches_uncomputed and self.connector_scheduler is not None:
             self.connector_scheduler.remove_uncomputed(gpu_block_pool, self._step_tokens)
@@ -130,7 +132,7 @@ class KVOffloadConnector(OffloadingConnector):
 
 
 def _with_spec(vllm_config: Any) -> dict[str, Any]:
-    """Return `kv_connector_extra_config`. Sets our specification in the options if the user names none."""
+    """Return `kv_connector_extra_config`. If the user names no specification, set ours in it."""
     extra_config: dict[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config
     extra_config.setdefault("spec_name", "KVOffloadSpec")
     extra_config.setdefault("spec_module_path", "kvoffload.integrations.vllm")

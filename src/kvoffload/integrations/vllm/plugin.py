@@ -1,4 +1,5 @@
-"""Plugin of vLLM (entry-point group ``vllm.general_plugins``): registers our classes in all its processes.
+"""Plugin for vLLM (entry-point group ``vllm.general_plugins``): registers our classes in all of vLLM's
+processes.
 
 Users can then write ``spec_name: KVOffloadSpec`` and ``kv_connector: KVOffloadConnector`` without module
 paths, unless ``VLLM_PLUGINS`` excludes kvoffload.
@@ -14,8 +15,8 @@ _HOME = "kvoffload.integrations.vllm"
 def register() -> None:
     """Register `KVOffloadSpec` and `KVOffloadConnector` in vLLM's factories. Idempotent. Raises nothing.
 
-    vLLM imports a registered class when a configuration names the class. An error is only logged, because
-    vLLM calls plugins in every engine, with or without kvoffload.
+    vLLM imports a registered class only when a configuration names it. An error here is logged and not
+    raised, because vLLM calls plugins in every engine, with or without kvoffload.
     """
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory

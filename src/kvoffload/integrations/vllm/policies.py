@@ -1,11 +1,11 @@
-"""Our policies inside vLLM's own manager, for users who keep vLLM's manager.
+"""Our policies for vLLM's own offloading manager, for users who do not replace this manager.
 
     "kv_connector_extra_config": {"cpu_bytes_to_use": 68719476736, "eviction_policy": "hazard",
                                   "cache_policy_module_path": "kvoffload.integrations.vllm.policies"}
 
-``eviction_policy`` is a policy name of kvoffload, ``module:Class`` or ``path/to/file.py:Class``. ``lru`` and
-``arc`` are vLLM's own policies; ours are ``kvoffload-lru`` and ``kvoffload-arc``. Needs vLLM 0.27 or later,
-because older versions do not load policies by module path.
+``eviction_policy`` is a policy name of kvoffload, ``module:Class`` or ``path/to/file.py:Class``. The names
+``lru`` and ``arc`` mean vLLM's own policies; ours are ``kvoffload-lru`` and ``kvoffload-arc``. Needs vLLM
+0.27 or later, because older versions do not load policies by module path.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _MAX_ABSENT = 100_000
 
 
 def __getattr__(name: str) -> Any:
-    """Return the policy class for a value of ``eviction_policy``; vLLM looks up the value in this module."""
+    """Return the policy class for a value of ``eviction_policy``. vLLM looks up this value as an attribute of
+    the module."""
     if name.startswith("__"):
         raise AttributeError(name)
     policy = name.removeprefix(PREFIX)
@@ -36,7 +37,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _Request:
-    """Our record of a vLLM request. `missed`: keys that were absent when vLLM offered or touched the keys."""
+    """Our record of a vLLM request. `missed`: keys that were absent when vLLM offered or touched them."""
 
     def __init__(self, owner: VLLMPolicy, ctx: RequestContext) -> None:
         self.owner, self.ctx, self.missed = owner, ctx, set[bytes]()
@@ -45,21 +46,21 @@ class _Request:
 class VLLMPolicy(CachePolicy):
     """Adapter of our policies to vLLM's interface.
 
-    vLLM's manager requests victims first and inserts the new blocks later, one by one. Our policies choose
-    victims and place new blocks in one batch. So this class mirrors vLLM's blocks and their states in an
+    vLLM's manager first asks for victims and later inserts the new blocks, one by one. Our policies choose
+    victims and insert new blocks in one batch. So this class mirrors vLLM's blocks and their states in an
     `OffloadingManager`. The first call for a batch makes a plan; the following calls read the plan.
 
     Differences from our own manager:
 
-    - vLLM stores a whole offer or nothing.
-    - vLLM's admission rule applies.
+    - vLLM stores either all blocks of an offer or none.
+    - The admission rule is vLLM's.
     - A policy cannot refuse a block.
 
-    As in our manager, a request never evicts blocks on its own path. When the request finishes, the whole
+    As in our manager, a request never evicts blocks of its own path. When the request finishes, the whole
     path counts as used, including blocks that the device served. vLLM's own policies see only blocks that
     were loaded or offered.
 
-    Thread: the scheduler's. Cost: our manager's calls, plus vLLM's call for each block.
+    Thread: the scheduler's. Cost: the cost of our manager's calls, plus a call of vLLM for each block.
     """
 
     policy: ClassVar[str] = "lru"
@@ -186,7 +187,7 @@ class VLLMPolicy(CachePolicy):
     # ---- inside
 
     def _manager_for(self, key: bytes) -> OffloadingManager:
-        """Return our manager. The first call creates it, for keys of this length."""
+        """Return our manager. The first call creates it for keys of the length of `key`."""
         if self._manager is None:
             self._manager = OffloadingManager(self.cache_capacity, key_bytes=len(key), policy=self.policy)
         return self._manager
@@ -206,7 +207,10 @@ class VLLMPolicy(CachePolicy):
         return request
 
     def _context(self, key: bytes) -> RequestContext | None:
-        """Return the context of vLLM's last request; None if the request has finished or lacks `key`."""
+        """Return the context of vLLM's last request.
+
+        Return None if this request has finished or does not have `key`.
+        """
         if self._current is None or key not in self._current.missed or self._current.ctx.finished:
             return None
         return self._current.ctx

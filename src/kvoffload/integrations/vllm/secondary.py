@@ -1,4 +1,4 @@
-"""Our tiers behind vLLM's own RAM tier, for users who keep vLLM's manager.
+"""Our tiers behind vLLM's own RAM tier, for users who do not replace vLLM's manager.
 
     "secondary_tiers": [{"type": "KVOffloadDisk", "module_path": "kvoffload.integrations.vllm.secondary",
                          "path": "/nvme/kv", "capacity": "1TiB"},
@@ -48,26 +48,27 @@ _INFO = {
     "kvoffload_admission": "admission",
     "kvoffload_capacity": "capacity",
 }
-"""Label of vLLM's info metric -> option of a tier. The label is empty for a tier without the option."""
+"""Mapping: label of vLLM's info metric -> option of a tier. If a tier lacks the option, the label is empty.
+"""
 
 
 class KVOffloadTier(SecondaryTierManager):
     """Adapter of our tiers to vLLM's tiering manager. Every read is verified.
 
-    A lookup returns HIT if the tier has an entry for the block. A load reports the keys of sound blocks; vLLM
-    computes the other blocks. A shared tier is probed once a step, for all blocks of the step's lookups. A
-    lookup returns RETRY until the probe ends, for at most the tier's `probe_timeout`.
+    A lookup returns HIT if the tier has an entry for the block. A load reports the keys of sound blocks, and
+    vLLM computes the other blocks. A shared tier is probed once per step, for all blocks that were looked up
+    in the step. Until the probe ends, a lookup returns RETRY, but no longer than the tier's `probe_timeout`.
 
     Options: ``url`` and its parameters, or the options of a disk, as for a tier of `KVOffloadSpec`.
-    Raises `ConfigError` when the engine starts.
+    Raises `ConfigError` for wrong options when the engine starts.
 
     Thread: the scheduler's. Since vLLM 0.33 a thread that polls other tiers also calls `lookup`, for requests
-    of peers. vLLM's lock serializes the calls.
+    of peer engines. vLLM's lock serializes the calls.
 
     Attributes:
-        tolerates_off_thread_polling: False: vLLM 0.33 polls for finished jobs only in its steps.
-        broken: True if the tier is not used: it could not be opened, the engine's keys have another length,
-            or an internal error has occurred.
+        tolerates_off_thread_polling: False, so that vLLM 0.33 polls for finished jobs only in its steps.
+        broken: True if the tier is not used, because it could not be opened, the engine's keys have another
+            length, or an internal error has occurred.
     """
 
     medium = Medium.STORAGE
@@ -127,7 +128,7 @@ class KVOffloadTier(SecondaryTierManager):
         return {"kvoffload_version": __version__, **self._info}
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """Return the changed metrics; None if no report is due. vLLM calls this in every step."""
+        """Return the changed metrics, or None if no report is due. vLLM calls this in every step."""
         is_due = self._metrics.is_due(time.monotonic(), is_idle=not self._records)
         return self._take_stats() if is_due else None
 
@@ -157,13 +158,13 @@ class KVOffloadTier(SecondaryTierManager):
             self._tier.finish_request(record, Keys.pack(path, USUAL_KEY_BYTES))
 
     def _accepts(self, key: bytes) -> bool:
-        """Return True for a key of the usual length. A key of another length ends the use of the tier."""
+        """Return True if the key has the expected length. If it has not, the tier is no longer used."""
         self.broken = not self._tiers.accept(len(key))
         return not self.broken
 
     @contained(LookupResult.MISS)
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
-        """Return HIT, MISS, or RETRY while a shared tier is probed for the block. Reads no bytes."""
+        """Return HIT or MISS, or RETRY while a shared tier is probed for the block. Reads no blocks."""
         if not self._accepts(key):
             return LookupResult.MISS
         packed, record = Keys.pack([key], USUAL_KEY_BYTES), self._records.get(req_context.req_id)
@@ -179,14 +180,15 @@ class KVOffloadTier(SecondaryTierManager):
 
     @contained(None)
     def on_schedule_end(self, context: Any) -> None:
-        """Probe the shared tier for the unknown blocks of this step, except blocks of a running probe."""
+        """Probe a shared tier for the blocks of this step whose state is unknown, except blocks that are
+        being probed already."""
         unknown, self._unknown = self._unknown, {}
         new = [key for key in unknown if not any(key in probed for probed in self._probes.values())]
         if new and (job := self._tier.submit_probe(Keys.pack(new, USUAL_KEY_BYTES))) != NO_JOB:
             self._probes[job] = {*new}
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Start to write the blocks of a job that the tier accepts."""
+        """Start to write those blocks of a job that the tier accepts."""
         self._submit(job_metadata, is_store=True)
 
     def submit_load(self, job_metadata: Any) -> None:
@@ -221,16 +223,20 @@ class KVOffloadTier(SecondaryTierManager):
 
     @contained(list)
     def take_events(self) -> list[Any]:
-        """Return events of a shared tier: blocks that this engine has written or found missing."""
+        """Return the events of a shared tier: blocks that this engine has written, and blocks that it has
+        found missing."""
         changes, name = self._tier.take_changes(), self._tier.name
         return [event for keys, removed in changes for event in events(base, keys, removed, name)]
 
     def has_pending_work(self) -> bool:
-        """Return True while jobs, results or probes are pending. vLLM then steps even without requests."""
+        """Return True while jobs, results or probes are pending.
+
+        Then vLLM makes steps even without requests.
+        """
         return bool(self._jobs or self._finished or self._probes or self._unknown)
 
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
-        """Do nothing: `on_request_finished` reports the request's path as used."""
+        """Do nothing, because `on_request_finished` reports the use of the request's path."""
 
     def drain_jobs(self) -> None:
         """Wait for the jobs in flight, then forget all blocks. vLLM calls this when its cache is reset."""

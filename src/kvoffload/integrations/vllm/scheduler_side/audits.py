@@ -1,8 +1,8 @@
 """Audits of stored blocks: chooses requests, pins the blocks to compare, and counts the workers' findings.
 
 An audited request is computed although RAM holds its blocks. Then the engine offers the computed blocks, and
-the workers compare these blocks with the stored blocks. Owns the choice and the pins. The caller handles
-differences.
+the workers compare them with the stored blocks. Owns the choice of requests and the pins. The caller reacts
+to differences.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _MOST_DUE = 65536
 
 
 class Difference(NamedTuple):
-    """A stored block that differs from the computed block, with the largest difference and its place."""
+    """A stored block that differs from the computed block, with the largest difference of a value and the
+    place of this value."""
 
     key: bytes
     difference: float
@@ -48,7 +49,7 @@ class Difference(NamedTuple):
 
 
 class Audited(NamedTuple):
-    """Pinned blocks to compare, and their rows in an offer."""
+    """The pinned blocks to compare, and their rows in the offer."""
 
     rows: npt.NDArray[np.intp]
     plan: LoadPlan
@@ -59,10 +60,10 @@ class Audits:
 
     Attributes:
         num_requests: number of audited requests.
-        results: number of compared blocks by result.
-        largest: largest difference that counted as rounding.
+        results: mapping: result -> number of compared blocks.
+        largest: largest difference so far that was small enough to count as rounding.
 
-    Thread: the scheduler's. Cost: a checksum of the request's id, for requests with hits.
+    Thread: the scheduler's. Cost: a checksum of the request's id, only for requests with hits.
     """
 
     def __init__(self, options: AuditOptions, manager: AnyManager, pool: SharedPool) -> None:
@@ -76,9 +77,11 @@ class Audits:
         self.largest = 0.0
 
     def takes(self, request: Request, request_id: str, keys: Iterable[bytes]) -> bool:
-        """Return True if this request is audited; the first call decides. Call this for requests with hits.
+        """Return True if this request is audited.
 
-        `keys`: the blocks to compare if the request's path is unknown.
+        The first call for a request decides. Call this only for requests with hits.
+
+        `keys`: keys of the blocks to compare, used if the request's path is unknown.
         """
         if request.is_audited is None:
             request.is_audited = self._num_first > 0 or _share_of(request_id) < self._options.share
@@ -91,9 +94,9 @@ class Audits:
         return request.is_audited
 
     def pin(self, offered: Sequence[bytes]) -> Audited | None:
-        """Pin the offered blocks that are due for a comparison and ready in RAM.
+        """Pin those offered blocks that are due for a comparison and ready in RAM.
 
-        Returns None if no block is pinned.
+        Returns None if there are no such blocks.
         """
         rows = [row for row, key in enumerate(offered) if key in self._due and key not in self._comparing]
         if not rows:
@@ -110,13 +113,16 @@ class Audits:
         self._manager.unpin(plan)
 
     def begin(self, plan: LoadPlan, keys: Collection[bytes], request_id: str) -> None:
-        """Record that a store of this request compares these blocks."""
+        """Record that the workers compare these blocks during a store of this request."""
         self._pinned.add(plan, keys, request_id)
         for key in keys:
             self._due.pop(key, None)
 
     def end(self, request_id: str, keys: Collection[bytes], *, success: bool) -> list[Difference]:
-        """End the comparisons of a finished store; return the differences. A failed store has none."""
+        """End the comparisons of a finished store, and return the differences.
+
+        If the store failed, there are none.
+        """
         differences = []
         for plan in self._pinned.take(request_id, keys):
             findings = self._pool.take_findings(plan.slots)
@@ -135,12 +141,18 @@ class Audits:
         return differences
 
     def reset(self) -> list[LoadPlan]:
-        """Forget all due and running comparisons, before a reset. Returns the plans of pinned blocks."""
+        """Forget all due and running comparisons; call this before a reset.
+
+        Returns the plans of the pinned blocks.
+        """
         self._due.clear()
         self._comparing.clear()
         return self._pinned.drain()
 
 
 def _share_of(request_id: str) -> float:
-    """Map a request's id to a number in [0, 1). Equal ids get equal numbers, so the choice needs no state."""
+    """Map a request's id to a number in [0, 1).
+
+    Equal ids get equal numbers, so the choice of requests needs no state.
+    """
     return zlib.crc32(request_id.encode()) / 2**32

@@ -1,4 +1,4 @@
-"""Translates our events for vLLM's connector, which publishes them."""
+"""Translates our events to vLLM's form. vLLM's connector publishes them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ class Events:
     """Events that vLLM has not taken yet.
 
     After a reset, the removal of a block is reported only if the block is still absent when vLLM takes the
-    events. The reason: vLLM creates a block's record at the offer, and deletes the record when the removal is
-    reported. If the block has been stored again, a late report would delete the new record.
+    events. vLLM creates a record of a block when it offers the block, and deletes the record when the removal
+    is reported. If the block has been stored again in between, a late report of the removal would delete the
+    new record.
     """
 
     def __init__(self) -> None:

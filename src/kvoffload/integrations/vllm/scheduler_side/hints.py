@@ -28,7 +28,10 @@ _Priority: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class _Retain(msgspec.Struct):
-    """Payload of a retain action. vLLM has not defined the fields yet; proposals for vLLM use these names."""
+    """Payload of a retain action. vLLM has not defined its fields yet.
+
+    These names are from proposals for vLLM.
+    """
 
     priority: _Priority | None = None
     ttl_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
@@ -56,7 +59,7 @@ def user_hints(kv_transfer_params: Any) -> Hints:
 
         {"kvoffload": {"session_over": true, "priority": 1, "time_to_live_s": 600, "tenant": "a"}}
 
-    Raises `ValueError` that names the wrong field and the allowed fields.
+    Raises: `ValueError` that names the wrong field and the allowed fields.
     """
     given = kv_transfer_params.get(PARAMETER) if isinstance(kv_transfer_params, dict) else None
     if given is None:
@@ -72,8 +75,8 @@ def user_hints(kv_transfer_params: Any) -> Hints:
 def envelope_hints(envelope: Any) -> tuple[Hints, list[str]]:
     """Translate the actions of a request's ``kv_hints`` (vLLM 0.31 and later) into hints. Raises nothing.
 
-    An action is a hint, not a command: a policy learns how useful the hint is. Only the last part of an
-    action's type matters (``kv.retain`` is ``retain``). Later actions override earlier actions.
+    We treat an action as a hint, not as a command: a policy learns how useful the hint is. Only the last part
+    of an action's type matters (``kv.retain`` is ``retain``). Later actions override earlier actions.
 
     Returns:
         The hints, and the name of each action as in `metrics.families.KV_HINTS`.
@@ -109,8 +112,8 @@ def arrival_hints(request: Any) -> Hints:
 def finish_hints(request: Any) -> Hints:
     """Return the finish reason of a vLLM request: ``stop``, ``length``, ``abort``, ...
 
-    After a stop string or an unusual stop token the reason is ``stop``, a space, and the string or token.
-    Some models end tool calls with a special token, so policies can distinguish tool calls.
+    If a stop string or an unusual stop token ended the request, the reason is ``stop``, a space, and the
+    string or token. So policies can recognize tool calls, which some models end with a special token.
     """
     reason = request.get_finished_reason()
     if reason is None:

@@ -1,4 +1,7 @@
-"""Plans of transfers in flight. vLLM reports the end of a transfer by request and keys, not by plan."""
+"""Plans of transfers in flight.
+
+Needed because vLLM reports the end of a transfer by request and keys, not by plan.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +14,27 @@ P = TypeVar("P", LoadPlan, StorePlan)
 
 
 class InFlight(Generic[P]):
-    """Plans by request. A transfer may end after its request has finished, and in pieces."""
+    """The plans of each request.
+
+    A transfer may end after its request has finished, and its blocks may end at different times.
+    """
 
     def __init__(self) -> None:
         self._plans: dict[str, list[tuple[P, set[bytes]]]] = {}
 
     def add(self, plan: P, keys: Collection[bytes], request_id: str | None = None) -> None:
-        """Record a plan until `take` has removed all its keys. `request_id`: None for the plan's request."""
+        """Record a plan until `take` has removed all its keys.
+
+        `request_id`: None means the request of the plan.
+        """
         if len(plan):
             request_id = plan.request_id if request_id is None else request_id
             self._plans.setdefault(request_id, []).append((plan, set(keys)))
 
     def take(self, request_id: str, keys: Collection[bytes]) -> list[P]:
-        """Remove and return the plans of these keys. Splits a plan that also has other keys.
+        """Remove and return the plans of these keys. If a plan also has other keys, split it.
 
-        Ignores unknown keys.
+        Keys without a plan are ignored.
         """
         wanted = set(keys)
         taken: list[P] = []

@@ -1,6 +1,7 @@
 """Settings of a running engine, read from a file that the user edits.
 
-The file sets the policy, the quotas, and how much of the RAM reserved at the start the engine uses.
+The file sets the policy, the quotas, and the size of RAM. The size can be at most the size that was reserved
+at the engine's start.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from kvoffload.settings.watched import WatchedFile
 from kvoffload.tiering.tiered_manager import AnyManager
 
 NUM_BLOCKS = 512
-"""Blocks that a change of policy or size processes in a step, in less than a millisecond."""
+"""Number of blocks that a change of policy or size processes in one step. This takes less than a millisecond.
+"""
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,9 @@ class LiveOptions:
     """The options that can change while an engine runs: ``{"policy": "hazard", "ram": "20GiB"}``.
 
     Attributes:
-        policy: the policy of RAM; None: no change.
-        ram: bytes of RAM to use, at most the size at the engine's start; None: no change.
-        tenants: the quotas of all tenants; None: no change.
+        policy: the policy of RAM; None to leave it unchanged.
+        ram: bytes of RAM to use, at most the size at the engine's start; None to leave it unchanged.
+        tenants: the quotas of all tenants; None to leave them unchanged.
     """
 
     policy: PolicyName | None = None
@@ -46,13 +48,13 @@ class LiveOptions:
 class LiveSettings:
     """Applies the settings of a file to a manager, when the file appears and whenever it changes.
 
-    A thread prepares a new policy, because kernels may have to be compiled. Wrong settings are logged as
-    errors and change nothing.
+    Another thread prepares a new policy, because its kernels may have to be compiled. If settings are wrong,
+    an error is logged and nothing changes.
 
     Args:
         path: the file. It need not exist.
         options: the options at the engine's start.
-        clock: monotonic seconds.
+        clock: function that returns monotonic seconds.
 
     Thread: the scheduler's.
     """
@@ -62,10 +64,7 @@ class LiveSettings:
         self._manager: AnyManager | None = None
 
     def apply_to(self, manager: AnyManager) -> None:
-        """Apply the settings to this manager from now on.
-
-        `manager`: a manager with the policy of the engine's start.
-        """
+        """Apply the settings to `manager` from now on. It must have the policy of the engine's start."""
         self._manager = manager
         self._policy = self._wanted = self._options.policy
         self._file = WatchedFile(self._path, LiveOptions, self._clock)
@@ -80,7 +79,9 @@ class LiveSettings:
         return self._policy
 
     def step(self) -> bool:
-        """Read the file if a poll is due, and continue a change of policy or size. Called in every step.
+        """Read the file if it is time to do so, and continue a change of policy or size.
+
+        Called in every step.
 
         Returns True in the step that completes a change of policy or size.
         """
@@ -106,7 +107,7 @@ class LiveSettings:
         return has_changed or has_resized
 
     def _apply(self, manager: AnyManager, options: LiveOptions) -> None:
-        """Set the quotas and begin to resize. A `ConfigError` changes nothing."""
+        """Set the quotas and begin to resize. If this raises a `ConfigError`, nothing has changed."""
         tenants, quotas, num_blocks = options.tenants, None, None
         if tenants is not None:
             if self._options.store == ON_DEVICE_EVICTION and tenants.ram:
@@ -139,7 +140,10 @@ class LiveSettings:
             self._num_blocks, self._is_resizing = num_blocks, True
 
     def _blocks_of(self, ram_bytes: int, capacity_blocks: int) -> int:
-        """Convert bytes of RAM to blocks. Raises `ConfigError` for 0 or more than `capacity_blocks`."""
+        """Convert bytes of RAM to blocks.
+
+        Raises `ConfigError` if the result is 0 or more than `capacity_blocks`.
+        """
         most_bytes = self._options.ram_bytes
         num_blocks = ram_bytes * capacity_blocks // most_bytes
         if not 0 < num_blocks <= capacity_blocks:
@@ -148,7 +152,7 @@ class LiveSettings:
         return num_blocks
 
     def _begin(self, manager: AnyManager, preparation: Future[PolicyChange]) -> None:
-        """Begin the prepared change, unless the user has requested a different policy in the meantime."""
+        """Begin the prepared change of the policy, unless the user has meanwhile requested another policy."""
         self._preparation = None
         if self._prepared_policy != self._wanted:
             return
@@ -165,7 +169,8 @@ class LiveSettings:
 
 
 def _begin_to_prepare(manager: AnyManager, policy: str) -> Future[PolicyChange]:
-    """Prepare a policy on a daemon thread, which does not delay the end of the process."""
+    """Start to prepare a policy on a daemon thread, so that the preparation does not delay the end of the
+    process."""
     future = Future[PolicyChange]()
 
     def run() -> None:

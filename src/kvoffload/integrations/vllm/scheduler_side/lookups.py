@@ -1,7 +1,7 @@
 """Lookups for an engine that looks up block by block.
 
-Owns the steps of a lookup (manager, then verification), and lookups ahead of the engine's calls. Errors
-propagate to the caller.
+Owns the order of a lookup (first the manager, then verification), and the lookups ahead of the engine's
+calls. Errors propagate to the caller.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ class Request:
 
     Attributes:
         path: the keys that vLLM had recorded at the first lookup.
-        reach: number of keys that are looked up ahead.
-        checks: verifications of the request's blocks, pending and done.
-        begun_step: the last step in which vLLM may have begun the request; None while the request waits.
-        waits_since: after a preemption, the last step in which the request was still waiting.
+        reach: number of keys that the next hit looks up ahead.
+        checks: pending and finished verifications of the request's blocks.
+        begun_step: number of the last step in which vLLM may have begun the request; None while the request
+            waits.
+        waits_since: number of the last step in which the request was certainly waiting, after it was
+            preempted or looked up again.
         was_preempted: True if the request was preempted. vLLM does not report in which step the request
             resumes.
         pending_since_s: time of the first lookup of a block that another engine is writing, in monotonic
@@ -60,8 +62,8 @@ class Request:
     def may_run(self, step: int) -> bool:
         """Return True if the request may have begun before this step and may still run.
 
-        vLLM does not report when a preempted request resumes: no lookup is needed if the GPU's cache holds
-        the prompt.
+        vLLM does not report when a preempted request resumes. If the GPU's cache holds the prompt, it resumes
+        without a lookup.
         """
         if self.begun_step is not None:
             return self.begun_step < step
@@ -77,16 +79,17 @@ class Lookups:
     """Looks up single blocks and prefixes.
 
     vLLM's own connector looks up each block in a separate call, and the overhead of a call is as large as the
-    lookup. So a hit also looks up the following blocks of the path, in one batch. These results are valid
-    until the manager changes: any call that changes the manager must set `ahead` to an empty list. With tiers
-    or verification, nothing is looked up ahead, because a result is valid for one request only.
+    lookup itself. So after a hit, this class looks up the following blocks of the path in one batch. These
+    results are valid only until the manager changes, so any call that changes the manager must set `ahead` to
+    an empty list. With tiers or verification nothing is looked up ahead, because then a result is valid only
+    for one request.
 
     Args:
-        deadline_s: longest wait for a block that another engine is writing. None: no other engine shares the
-            pool.
+        deadline_s: longest time to wait for a block that another engine is writing, in seconds. None if no
+            other engine shares the pool.
 
     Attributes:
-        ahead: blocks known to be ready, in reverse order of the expected calls.
+        ahead: keys of blocks that are known to be ready. The key that vLLM will look up next is the last.
     """
 
     def __init__(
@@ -114,7 +117,7 @@ class Lookups:
         return _VLLM_HIT if state is _HIT else _VLLM_MISS if state is _MISS else _ANSWERS[state]
 
     def prefix(self, keys: list[bytes], request: Request) -> tuple[int, bool]:
-        """Return the number of ready leading blocks, and True if the next block may soon be ready."""
+        """Return the number of ready leading blocks, and a flag: True if the next block may soon be ready."""
         if self._verifier is None:
             prefix = self._manager.lookup(keys, request.ctx)
             return prefix.num_ready, prefix.stopped_by in (LookupResult.HIT_PENDING, LookupResult.RETRY)
@@ -140,7 +143,10 @@ class Lookups:
 
 
 def positions_of(req_context: Any) -> dict[bytes, int]:
-    """Return vLLM's record of the position of each key in its request; empty if vLLM has no record."""
+    """Return vLLM's mapping: key -> position in its request.
+
+    It is empty if vLLM has recorded no positions.
+    """
     positions: dict[bytes, int] = getattr(req_context, "_offload_key_positions", {})
     return positions
 

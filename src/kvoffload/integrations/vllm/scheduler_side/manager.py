@@ -69,18 +69,21 @@ from kvoffload.whatif import Shadows
 from kvoffload.whatif.live_shadows import LiveShadows, usual_one_in
 
 _NOTHING = PrepareStoreOutput(keys_to_store=[], store_spec=SlotsSpec(np.empty(0, np.int32)), evicted_keys=[])
-"""Reply to an offer: store no block. vLLM does not repeat the offer."""
+"""Reply to an offer that tells vLLM to store no block and not to repeat the offer."""
 _NO_ROWS = np.empty(0, np.int64)
 
 
 @dataclass(eq=False)
 class Arrival:
-    """Facts about a request from its arrival to its end. Every request has an `Arrival`, looked up or not.
+    """Facts about a request, kept from its arrival to its end.
+
+    Every request has an `Arrival`, even without a lookup.
 
     Attributes:
-        has_adapter: True if the request uses a LoRA adapter and so must load from no tier.
-        is_outdated: True if the cache was reset during the request. The request must store nothing more.
-        ran_unasked: True if the request has begun without a lookup. Example: the GPU's cache has the prompt.
+        has_adapter: True if the request uses a LoRA adapter and therefore must not load from tiers.
+        is_outdated: True if the cache was reset during the request. Then the request must store nothing more.
+        ran_unasked: True if the request has begun without a lookup, for example because the GPU's cache has
+            the prompt.
     """
 
     hints: Hints = NO_HINTS
@@ -97,7 +100,10 @@ def _forget_lookups_ahead(manager: KVOffloadManager) -> None:
 
 
 def _contained(answer: Any) -> Callable[[Method[T]], Method[T]]:
-    """Decorator for methods that may change the manager: contains errors and clears `Lookups.ahead`."""
+    """Return a decorator for methods that may change the manager.
+
+    It contains errors and clears `Lookups.ahead`.
+    """
     return contained(answer, before=_forget_lookups_ahead)
 
 
@@ -106,21 +112,22 @@ def _shares_blocks(manager: KVOffloadManager) -> bool:
 
 
 _ends = contained(None, before=_forget_lookups_ahead, when_broken=_shares_blocks)
-"""Decorator as `_contained`, for methods that end a request, a transfer or a step. If engines share the pool,
-these methods also run after an error: other engines need the pinned blocks and slots."""
+"""Decorator for methods that end a request, a transfer or a step. It works as `_contained`, but if engines
+share the pool, the methods also run after an error, because other engines need the blocks and slots that they
+release."""
 
 
 class KVOffloadManager(OffloadingManager):
     """Adapter of our manager to the calls of vLLM's connector.
 
-    - The path of a request has all keys that vLLM has recorded by the first lookup. So a hit refreshes the
-      whole prefix, including the blocks that the GPU's own cache served.
+    - The path of a request has all keys that vLLM has recorded before the first lookup. So a hit refreshes
+      the whole prefix, including the blocks that the GPU's own cache served.
     - The keys of all KV groups form one path, in the order of their tokens. So a partial store has the
       leading blocks of every group.
 
     Args:
         tokens_per_block: tokens in a block, for events.
-        blocks_per_chunk: engine blocks in a slot.
+        blocks_per_chunk: number of engine blocks in a slot.
         tiers: the tiers behind RAM; None: no tiers.
         node_pool: the pool that this engine shares with other engines; None: the engine has its own pool.
 
@@ -175,7 +182,10 @@ class KVOffloadManager(OffloadingManager):
         self._build(USUAL_KEY_BYTES)
 
     def _build(self, key_bytes: int) -> None:
-        """Create manager, tiers and verifier for keys of this length. Closes earlier tiers and verifiers."""
+        """Create the manager, the tiers and the verifier for keys of this length.
+
+        Closes the previous tiers and verifier.
+        """
         options, pool = self.options, self.pool
         given: dict[str, Any] = {
             "key_bytes": key_bytes,
@@ -230,7 +240,7 @@ class KVOffloadManager(OffloadingManager):
         )
 
     def _shadows(self, policy: str) -> Shadows:
-        """Create the shadows for the option ``what_if``. `policy`: RAM's policy."""
+        """Create the shadows for the option ``what_if``. `policy`: the policy of RAM."""
         options = self.options
         return Shadows(
             options.what_if,
@@ -275,15 +285,16 @@ class KVOffloadManager(OffloadingManager):
     def note_adapter(self, request_id: str) -> None:
         """Record that a request uses a LoRA adapter. Call this before the first lookup of the request.
 
-        Keys contain the adapter's name and path, but not its contents. So the request loads from no tier,
-        unless the user has named the weights for every tier. If engines share the pool, the request neither
-        loads nor stores.
+        A key contains the adapter's name and path, but not its contents. So the request does not load from
+        tiers, unless the user has named the weights for every tier. If engines share the pool, the request
+        neither loads nor stores.
         """
         if self._node_pool is not None or not all(is_named(tier) for tier in self.options.tiers):
             self._arrival(request_id).has_adapter = True
 
     def _is_kept_out(self, req_context: Any) -> bool:
-        """Return True if a request must neither load nor store: an adapter in a shared pool."""
+        """Return True if a request must neither load nor store, because it has an adapter and the pool is
+        shared."""
         return self._node_pool is not None and self._arrivals.get(req_context.req_id, _UNKNOWN).has_adapter
 
     def _arrival(self, request_id: str) -> Arrival:
@@ -308,13 +319,13 @@ class KVOffloadManager(OffloadingManager):
 
     @_contained(None)
     def expect(self, req_context: Any) -> None:
-        """Protect the blocks of a request in vLLM's queue. Other blocks are evicted first."""
+        """Protect the blocks of a request in vLLM's queue: other blocks are evicted first."""
         if path_of(req_context):
             self.core.expect(self._request(req_context).ctx)
 
     @_contained(None)
     def withdraw(self, request_id: str) -> None:
-        """End the protection of `expect`: the request no longer waits."""
+        """End the protection that `expect` began, because the request no longer waits."""
         self._misses.begins(request_id)
         if (request := self._requests.get(request_id)) is not None:
             self.core.withdraw(request.ctx)
@@ -345,7 +356,8 @@ class KVOffloadManager(OffloadingManager):
         return request
 
     def _fit_to(self, keys: Collection[bytes]) -> None:
-        """Create the manager again if the first keys of the engine have another length than expected."""
+        """If the first keys of the engine do not have the expected length, create the manager again for their
+        length."""
         first = next(iter(keys), None)
         if first is not None and len(first) != self.core.key_bytes and not self._requests:
             self._build(len(first))
@@ -357,7 +369,10 @@ class KVOffloadManager(OffloadingManager):
     # ---- lookup
 
     def lookup(self, key: bytes, req_context: Any) -> VLLMResult:
-        """Return the state of a block. A HIT can be loaded, and is verified if verification is on."""
+        """Return the state of a block.
+
+        A block with the result HIT can be loaded; if verification is on, it has been verified.
+        """
         ahead = self._lookups.ahead
         if ahead and ahead[-1] is key:
             ahead.pop()
@@ -386,7 +401,7 @@ class KVOffloadManager(OffloadingManager):
             return VLLMResult.MISS
 
     def lookup_prefix(self, keys: list[bytes], req_context: Any) -> tuple[int, bool]:
-        """Return the number of ready leading blocks, and True if the next block may soon be ready."""
+        """Return the number of ready leading blocks, and a flag: True if the next block may soon be ready."""
         if self.broken or self._is_kept_out(req_context):
             if keys:
                 self._record_of_miss(req_context).prefixes.setdefault(keys[0][-4:], (keys, 0))
@@ -407,13 +422,13 @@ class KVOffloadManager(OffloadingManager):
         return num_ready, wait
 
     def _record_of_miss(self, req_context: Any) -> LookupRecord:
-        """Return the record of a lookup that must miss, with the reason."""
+        """Return the record of a lookup that must be a miss, with its reason."""
         record = self._misses.record_of(self._step, req_context)
         record.reason = PAUSED if self.broken else KEPT_OUT
         return record
 
     def _audited(self, request: Request, request_id: str, keys: Collection[bytes]) -> bool:
-        """Return True if this request, which has a hit, is audited. vLLM must then compute the blocks."""
+        """Return True if this request, which has a hit, is audited. Then vLLM must compute its blocks."""
         if self.audits is None or not self.audits.takes(request, request_id, keys):
             return False
         self._lookups.ahead = []
@@ -421,10 +436,10 @@ class KVOffloadManager(OffloadingManager):
         return True
 
     def get_load_source(self, key: bytes, req_context: Any) -> Any:
-        """Return the source of a hit in vLLM's terms.
+        """Return the source of a hit, in vLLM's terms.
 
-        If a tier promoted the block for this request, the source is ``disk``, or ``external_unspecified`` for
-        a shared tier. Otherwise the source is ``host``.
+        If a tier promoted the block for this request, the source is ``disk`` or, for a shared tier,
+        ``external_unspecified``. Otherwise it is ``host``.
         """
         if self._tiered is None:
             return HOST
@@ -433,7 +448,7 @@ class KVOffloadManager(OffloadingManager):
         return HOST if number == 0 else EXTERNAL if self._tiered.is_shared(number) else DISK
 
     def has_promoted_for(self, req_context: Any) -> bool:
-        """Return True if a tier has promoted blocks for this request, and the blocks are not loaded yet."""
+        """Return True if a tier has promoted blocks for this request that are not loaded yet."""
         request = self._requests.get(req_context.req_id)
         return self._tiered is not None and request is not None and self._tiered.has_promoted(request.ctx)
 
@@ -443,7 +458,7 @@ class KVOffloadManager(OffloadingManager):
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> SlotsSpec:
         """Pin blocks for which `lookup` has returned HIT, and return their slots.
 
-        All slots are -1 after an error, or if another engine has reset the pool. The load will then fail.
+        After an error, or if another engine has reset the pool, all slots are -1, and the load will fail.
         """
         request = self._request(req_context, keys)
         request.begun_step = BEFORE_ANY_STEP
@@ -462,7 +477,7 @@ class KVOffloadManager(OffloadingManager):
 
     @_ends
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
-        """Unpin the blocks of a finished load. Forgets the blocks that a worker could not load."""
+        """Unpin the blocks of a finished load. Blocks that a worker could not load are forgotten."""
         for plan in self._loads.take(req_context.req_id, keys):
             if self._dropped:
                 self._end_dropped()
@@ -475,7 +490,7 @@ class KVOffloadManager(OffloadingManager):
 
     @_contained(_NOTHING)
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput | None:
-        """Choose which offered blocks to store. None: vLLM may offer the blocks again later."""
+        """Choose the offered blocks to store. Return None if vLLM should offer the blocks again later."""
         if self._arrivals.get(req_context.req_id, _UNKNOWN).is_outdated or self._is_kept_out(req_context):
             return _NOTHING
         request = self._request(req_context, keys)
@@ -500,9 +515,10 @@ class KVOffloadManager(OffloadingManager):
         audited: Audited | None = None,
         request_id: str = "",
     ) -> PrepareStoreOutput | None:
-        """Translate a plan for ``offered[order]`` to vLLM's form. The result has the order of `offered`.
+        """Translate a plan for ``offered[order]`` to vLLM's form, in the order of `offered`.
 
-        `SlotsSpec.audited` of the result marks the blocks to compare. None: as for `prepare_store`.
+        `SlotsSpec.audited` of the result marks the blocks to compare. Returns None in the same case as
+        `prepare_store`.
         """
         if plan is None and audited is not None:
             assert self.audits is not None
@@ -548,7 +564,10 @@ class KVOffloadManager(OffloadingManager):
 
     @_ends
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
-        """Make the blocks of a finished store readable. Forgets the blocks that a worker could not store."""
+        """Make the blocks of a finished store readable.
+
+        Blocks that a worker could not store are forgotten.
+        """
         if self.audits is not None:
             self._end_audits(req_context.req_id, keys, success)
         for plan in self._stores.take(req_context.req_id, keys):
@@ -582,9 +601,11 @@ class KVOffloadManager(OffloadingManager):
 
     @_contained(_NOTHING)
     def store_dropped(self, keys: list[bytes]) -> PrepareStoreOutput | None:
-        """Choose which blocks to store before the device drops them. None: as for `prepare_store`.
+        """Choose the blocks to store before the device drops them.
 
-        `keys`: the blocks that the device drops next, the warmest first.
+        Returns None in the same case as `prepare_store`.
+
+        `keys`: keys of the blocks that the device will drop next, the warmest first.
         """
         self._fit_to(keys)
         audited = None if self.audits is None else self.audits.pin(keys)
@@ -594,7 +615,7 @@ class KVOffloadManager(OffloadingManager):
     def keep_dropped(self, keys: list[bytes]) -> None:
         """Record that the device dropped these blocks without an offer.
 
-        Blocks in RAM are then no longer duplicates. Absent blocks count as lost.
+        Those of the blocks that are in RAM are no longer duplicates. The others count as lost.
         """
         self._fit_to(keys)
         self.metrics.counts["lost_blocks"] += self.core.keep(keys)
@@ -602,9 +623,10 @@ class KVOffloadManager(OffloadingManager):
     # ---- steps, resets, reports
 
     def on_schedule_end(self, context: Any) -> None:
-        """End a step: poll the tiers, and unpin the verified blocks of requests that now run.
+        """End a step: poll the tiers, and unpin the verified blocks of requests that have begun.
 
-        The poll starts the step's promotions. Requests that the step has preempted may load in the next step.
+        The poll starts the promotions for the lookups of this step. Requests that were preempted in this step
+        may load in the next step.
         """
         self._count_misses((*context.new_req_ids, *context.preempted_req_ids))
         self._end_step(context)
@@ -641,15 +663,18 @@ class KVOffloadManager(OffloadingManager):
 
     @_contained(False)
     def has_pending_work(self) -> bool:
-        """Return True if a request may wait for a tier. vLLM then steps even if no request runs."""
+        """Return True while a request may be waiting for a tier.
+
+        Then vLLM makes steps even if no request runs.
+        """
         return self._tiered is not None and self._tiered.has_jobs
 
     def reset_cache(self) -> None:
         """Forget all blocks. vLLM waits for the transfers in flight before it begins new transfers.
 
-        Requests that run now store nothing more. Otherwise vLLM would also offer their blocks from before the
-        reset. Some of these blocks have left the sliding window, so their memory on the GPU now holds other
-        data.
+        Requests that run now will store nothing more. vLLM would otherwise offer their blocks from before the
+        reset again, and the memory of some of these blocks may hold other data, because they have left the
+        sliding window.
         """
         self.broken = False
         if self._tiers is not None:
@@ -684,8 +709,8 @@ class KVOffloadManager(OffloadingManager):
     def _end_dropped(self) -> None:
         """End the plans of the transfers that were in flight at a reset.
 
-        Call this when a transfer that began after the reset has ended. All old transfers have then ended,
-        because vLLM waits for the end of old transfers before it begins new transfers.
+        Call this when a transfer has ended that began after the reset. Then all old transfers have ended,
+        too, because vLLM waits for their end before it begins new transfers.
         """
         dropped, self._dropped = self._dropped, []
         for plan in dropped:
@@ -703,7 +728,7 @@ class KVOffloadManager(OffloadingManager):
         return self._events.take(self.core)
 
     def get_stats(self) -> Any:
-        """Return the changed metrics; None if no report is due. vLLM calls this in every step."""
+        """Return the changed metrics, or None if no report is due. vLLM calls this in every step."""
         if not self.metrics.is_due(time.monotonic(), is_idle=not self._arrivals):
             return None
         of_manager = self._values_of_manager()  # first, because an error pauses offloading

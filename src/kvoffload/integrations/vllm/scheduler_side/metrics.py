@@ -1,8 +1,8 @@
 """Our metrics in vLLM's ``/metrics``.
 
-Owns the values that vLLM has already received; `kvoffload.metrics.families` has names and meanings. vLLM's
-own metrics (``vllm:kv_offload_load_bytes`` and so on) count bytes and seconds of transfers, from our worker's
-results.
+Owns the values that vLLM has already received. `kvoffload.metrics.families` has the names and meanings of the
+metrics. vLLM's own metrics (``vllm:kv_offload_load_bytes`` and so on) count bytes and seconds of transfers
+from the results of our worker.
 """
 
 from __future__ import annotations
@@ -47,13 +47,15 @@ NATIVE_GAUGES = {
     "cpu_cache_read_usage_perc": "Share of the blocks in RAM that are being loaded or verified.",
 }
 NATIVE_SKIPPED = f"{NATIVE_PREFIX}stores_skipped"
-"""This counter and `NATIVE_GAUGES` are metrics of vLLM's own manager, for existing dashboards of vLLM."""
+"""This counter and `NATIVE_GAUGES` are metrics of vLLM's own manager. We report them for existing dashboards
+of vLLM."""
 
 METRICS_INTERVAL_S = 0.1
-"""Shortest time between two reports while requests run, in seconds."""
+"""Shortest time between two reports while requests run, in seconds. After a step without requests a report is
+always due."""
 
 _OF_MANAGER = ("stored_blocks", "evicted_blocks", "discarded_blocks")
-"""Counters of `COUNTERS` that the manager counts. The adapter counts the others."""
+"""Those of `COUNTERS` that the manager counts. The adapter counts the other counters."""
 _COUNTERS = {NATIVE_SKIPPED, *(PREFIX + family.name for family in FAMILIES if family.is_counter)}
 _GAUGES_OF_TENANTS = {TENANT_TIER, *TENANT_GAUGES}
 
@@ -84,9 +86,9 @@ def _in_vllms_form(families: Iterable[Family]) -> dict[str, Any]:
 
 
 class Reports:
-    """Reports to vLLM: the increases of counters, and the changed gauges.
+    """Reports to vLLM: the increases of counters, and the gauges that have changed.
 
-    The first report of a counter has the counter even at 0, because an alert needs an existing counter.
+    The first report includes counters with the value 0, because an alert needs the counter to exist.
 
     Args:
         interval_s: shortest time between two reports while requests run, in seconds.
@@ -97,14 +99,14 @@ class Reports:
         self._reported: dict[tuple[str, tuple[str, ...]], float] = {}
 
     def is_due(self, now_s: float, *, is_idle: bool) -> bool:
-        """Return True if a report is due: after every idle step, otherwise once an interval."""
+        """Return True if a report is due: after every idle step, and otherwise once per `interval_s`."""
         if now_s - self._reported_s < self.interval_s and not is_idle:
             return False
         self._reported_s = now_s
         return True
 
     def take(self, values: Iterable[Value]) -> OffloadingConnectorStats:
-        """Return the changes since the last report. `values`: totals of counters, and gauges."""
+        """Return the changes since the last report. `values`: the totals of all counters, and all gauges."""
         taken = OffloadingConnectorStats()
         for plain_name, labels, value in values:
             name = plain_name if plain_name.startswith(NATIVE_PREFIX) else PREFIX + plain_name
@@ -121,8 +123,8 @@ class Metrics(Reports):
     """The metrics of an engine.
 
     Attributes:
-        counts: the adapter's own counters since the start; keys as in `COUNTERS`.
-        kv_hints: actions in vLLM's ``kv_hints`` since the start; keys as in `KV_HINTS`.
+        counts: values of the adapter's own counters since the start. The keys are names in `COUNTERS`.
+        kv_hints: number of actions in vLLM's ``kv_hints`` since the start. The keys are names in `KV_HINTS`.
     """
 
     def __init__(self) -> None:
@@ -143,9 +145,11 @@ class Metrics(Reports):
         yield Value(PAUSED, (), int(is_paused))
 
     def of_manager(self, manager: AnyManager) -> Iterator[Value]:
-        """Yield the values of a manager and its tiers, also under the names of vLLM's manager.
+        """Yield the values of a manager and its tiers.
 
-        If the quota of a tenant was removed, the tenant's gauges are 0.
+        Some values are also yielded under the names of vLLM's manager.
+
+        If a tenant's quota was removed, its gauges are 0.
         """
         totals: dict[str, float] = {}
         tenants = set[tuple[str, tuple[str, ...]]]()

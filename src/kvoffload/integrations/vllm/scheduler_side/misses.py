@@ -1,8 +1,8 @@
 """Counts the blocks that requests look up but do not load, by the reason of the miss.
 
-A request is counted when it begins, with the blocks of its last lookup. So every looked-up block is either
-loaded or counted under one reason. Owns the lookups of each request. The manager knows the reasons of absent
-blocks.
+A request is counted when it begins; only the blocks of its last lookup count. So every looked-up block is
+either loaded or counted as a miss with one reason. Owns the lookups of each request. The manager knows the
+reasons of absent blocks.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class LookupRecord:
     Attributes:
         request: the request in our manager; None if the request may not use the cache.
         context: vLLM's record of the request.
-        prefixes: for each KV group, the looked-up prefix and its number of ready blocks.
-        singles: blocks that were looked up one by one; True for a hit.
-        loaded: blocks whose load has begun.
-        reason: the reason of blocks that were ready but not loaded. If `request` is None, the reason of all
-            blocks. If it is empty, `Misses` chooses the reason.
+        prefixes: mapping: KV group -> (looked-up prefix, number of its ready blocks).
+        singles: mapping: key of a block that was looked up alone -> True for a hit.
+        loaded: keys of blocks whose load has begun.
+        reason: reason of the blocks that were ready but not loaded or, if `request` is None, of all blocks.
+            If it is empty, `Misses` chooses a reason.
     """
 
     step: int
@@ -48,11 +48,12 @@ class Misses:
     """Counts looked-up blocks and missed blocks of requests, when the requests begin.
 
     Args:
-        usual_reason: in a model with one KV group, the reason of blocks that were ready but not loaded.
+        usual_reason: reason of blocks that were ready but not loaded, in a model with one KV group.
 
     Attributes:
-        num_lookups: looked-up blocks since the start.
-        counts: missed blocks by reason since the start, without the manager's counts.
+        num_lookups: number of looked-up blocks since the start.
+        counts: mapping: reason -> number of missed blocks since the start, without the blocks that the
+            manager counts.
 
     Thread: the scheduler's. Cost: a microsecond for each request, and `count_misses` for each missed block.
     """
@@ -66,7 +67,7 @@ class Misses:
         self._manager_before: Counter[str] = Counter()
 
     def record_of(self, step: int, context: Any, request: Request | None = None) -> LookupRecord:
-        """Return the record of a request's lookups in this step. Drops the record of an earlier step."""
+        """Return the record of a request's lookups in this step. A record of an earlier step is dropped."""
         record = self._records.get(context.req_id)
         if record is None or record.step != step:
             record = self._records[context.req_id] = LookupRecord(step, request, context)
@@ -84,7 +85,8 @@ class Misses:
             self._begun.append(request_id)
 
     def count_begun(self, manager: AnyManager | None, request_ids: Iterable[str] = ()) -> None:
-        """Count the misses of `request_ids` and of the requests that are recorded as begun.
+        """Count the misses of the requests `request_ids` and of the requests that `load` and `begins` have
+        recorded.
 
         `manager`: None while offloading is paused.
         """
@@ -98,11 +100,14 @@ class Misses:
         self._records.pop(request_id, None)
 
     def by_reason(self, manager: AnyManager) -> Counter[str]:
-        """Return the missed blocks by reason since the start."""
+        """Return the number of missed blocks since the start, by reason."""
         return self.counts + Counter(by_reason(manager.miss_counts)) - self._manager_before
 
     def attach(self, manager: AnyManager) -> None:
-        """Report the misses of a new manager from now on. The manager's earlier misses do not count."""
+        """From now on, also report the misses of a new manager.
+
+        Misses that it has counted before do not count.
+        """
         self._manager_before = Counter(by_reason(manager.miss_counts))
 
     # ---- inside
@@ -131,7 +136,7 @@ class Reach:
     """Measures for how long a `MissRecord` remembers an event.
 
     Args:
-        now_s: the time at which the record is created.
+        now_s: time at which the record was created.
     """
 
     def __init__(self, now_s: float) -> None:
@@ -139,7 +144,8 @@ class Reach:
         self._interval_s = 1.0
 
     def seconds(self, record: MissRecord, now_s: float) -> float:
-        """Return the mean time in seconds that the record remembers an event; at most the record's age."""
+        """Return the mean time for which the record remembers an event, in seconds; at most the age of the
+        record."""
         samples, entered = self._samples, record.num_entered
         if now_s - samples[-1][1] >= self._interval_s:
             samples.append((entered, now_s))
@@ -154,8 +160,8 @@ class Reach:
 def _rest_of_path(record: LookupRecord) -> tuple[int, int] | None:
     """Return the path position of the first looked-up block, and the number of looked-up blocks.
 
-    If blocks were looked up one by one, the number includes all later blocks of the path. Returns None if the
-    path is unknown or has several KV groups.
+    If blocks were looked up one by one, all blocks of the path after the first one count as looked up.
+    Returns None if the path is unknown or has several KV groups.
     """
     positions = positions_of(record.context)
     if not positions or len(record.prefixes) > 1 or (record.prefixes and record.singles):

@@ -22,7 +22,7 @@ from kvoffload.traces.conversion.block_ids import Keys
 from kvoffload.traces.formats.mooncake import Line, encode_line
 
 MAX_QUEUED = 1024
-"""Limit of the queue, in requests. A request of 128 Ki tokens holds 64 KiB of references."""
+"""Largest number of requests in the queue. A request of 128 Ki tokens takes 64 KiB for references."""
 
 _CLOSING_S = 5.0
 
@@ -32,8 +32,8 @@ class FinishedRequest:
     """A finished request. Times are seconds since 1970.
 
     Attributes:
-        hashes: the engine's hashes of the full blocks of the prompt.
-        served_tokens: number of prompt tokens by their source: ``gpu``, ``host`` (RAM), ``disk``.
+        hashes: hashes of the full blocks of the prompt, from the engine.
+        served_tokens: mapping: source (``gpu``, ``host`` for RAM, ``disk``) -> number of prompt tokens.
     """
 
     arrival_s: float
@@ -46,7 +46,10 @@ class FinishedRequest:
 
 
 class RecordedLine(Line, kw_only=True, omit_defaults=True):
-    """A line of a trace with the further field `finished`, in ms since 1970. Readers ignore this field."""
+    """A line of a trace with an additional field `finished`, the end of the request in ms since 1970.
+
+    Readers ignore this field.
+    """
 
     finished: int
 
@@ -54,13 +57,13 @@ class RecordedLine(Line, kw_only=True, omit_defaults=True):
 class Recorder:
     """Writes requests to a new file, on a separate thread, up to `max_bytes`.
 
-    Block ids are hashed with a random salt that is not stored. So the file reveals no prompt, and ids of two
-    files cannot be compared. If the process is killed, the last line may be incomplete.
+    Block ids are hashed with a random salt that is not stored. So the file reveals nothing of the prompts,
+    and ids of two files cannot be compared. If the process is killed, the last line may be incomplete.
 
     Attributes:
-        path: the file: the requested path, or the next free ``NAME-2.jsonl``.
+        path: the file: the requested path or, if it exists, the next free ``NAME-2.jsonl``.
 
-    Thread: `add` and `close` on one thread; `add` never waits for the file.
+    Thread: call `add` and `close` on one thread; `add` never waits for the file.
     Raises: `OSError` from the constructor if the file cannot be created. Later calls raise nothing.
     """
 

@@ -1,7 +1,8 @@
-"""Collects facts about vLLM's requests for a `Recorder`: the sources of a prompt, and the request's end.
+"""Collects facts about vLLM's requests for a `Recorder`: the sources of a prompt's tokens, and the end of the
+request.
 
-Owns the access to the fields of vLLM's requests. No error reaches the engine: a request that cannot be
-recorded is counted.
+Owns the access to the fields of vLLM's requests. No error reaches the engine: if a request cannot be
+recorded, it is only counted.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Recording:
         recorder: receives the finished requests.
         count_lost: called for each request that is not recorded.
 
-    Thread: the scheduler's. Cost: a few microseconds a request, and a reference for each block.
+    Thread: the scheduler's. Cost: a few microseconds per request, and memory for a reference to each block.
     """
 
     def __init__(self, recorder: Recorder, block_tokens: int, count_lost: Callable[[], None]) -> None:
@@ -45,16 +46,21 @@ class Recording:
         self._served: dict[str, dict[str, int]] = {}
 
     def looked_up(self, request: Any, gpu_tokens: int) -> None:
-        """Record how many prompt tokens the GPU's own cache has. Called at each lookup of a request."""
+        """Record how many tokens of the prompt the GPU's own cache has.
+
+        Called at each lookup of a request.
+        """
         self._on_gpu[request.request_id] = gpu_tokens
 
     def begins(self, request: Any, sources: Callable[[], dict[Any, int]]) -> None:
-        """Record the sources of a prompt when the request begins for the first time.
+        """Record the sources of a prompt's tokens when the request begins for the first time.
 
-        Later calls are ignored: a preempted request begins again, and loads the blocks that it has computed.
+        Later calls are ignored, because a preempted request that begins again loads blocks that it has
+        computed itself.
 
         Args:
-            sources: returns the number of further prompt tokens from each of vLLM's ``CacheHitSource``.
+            sources: function that returns the number of prompt tokens, without those in the GPU's cache, from
+                each of vLLM's ``CacheHitSource``.
         """
         name = request.request_id
         if name in self._served:
@@ -96,7 +102,10 @@ class Recording:
 
 
 def _hints(request: Any) -> Hints:
-    """Return all hints of a request. The finish reason has no stop string, because that is a user's text."""
+    """Return all hints of a request.
+
+    A stop string is removed from the finish reason, because it is a user's text.
+    """
     with suppress(ValueError):  # wrong hints are ignored; the manager has logged them
         given = user_hints(request.kv_transfer_params)
         enveloped, _ = envelope_hints(getattr(request, "kv_hints", None))
@@ -108,7 +117,10 @@ def _hints(request: Any) -> Hints:
 
 
 def recording(options: VLLMOptions, block_tokens: int, count_lost: Callable[[], None]) -> Recording | None:
-    """Start recording. None: the option ``record`` is not set, or the file cannot be created."""
+    """Start to record requests.
+
+    Return None if the option ``record`` is not set or the file cannot be created.
+    """
     if options.record is None:
         return None
     try:
@@ -123,7 +135,10 @@ def recording(options: VLLMOptions, block_tokens: int, count_lost: Callable[[], 
 
 
 def call_recorder(options: VLLMOptions) -> CallRecorder | None:
-    """Start recording the manager's calls. None: the option is not set, or the file cannot be created."""
+    """Start to record the manager's calls.
+
+    Return None if the option is not set or the file cannot be created.
+    """
     if options.record is None or not options.record.calls:
         return None
     path = Path(options.record.path).with_suffix(".calls")

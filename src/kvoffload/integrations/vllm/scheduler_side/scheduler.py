@@ -5,9 +5,10 @@
 3. In the mode ``on-device-eviction`` blocks are stored when the GPU is about to drop them, not when they are
    computed.
 
-Decides which blocks are offered, and when. Our manager decides which offered blocks are stored. vLLM owns the
-transfers and their fences. vLLM has no hook for these changes, so the classes override private methods
-(`_maximal_prefix_lookup`, `_build_store_jobs`). tests/vllm_interfaces has the signatures in every version.
+This module decides which blocks are offered and when. Our manager decides which offered blocks are stored.
+vLLM owns the transfers and their fences. vLLM has no hook for these changes, so the classes override private
+methods of vLLM (`_maximal_prefix_lookup`, `_build_store_jobs`). tests/vllm_interfaces has their signatures in
+every version of vLLM.
 """
 
 from __future__ import annotations
@@ -36,24 +37,27 @@ from kvoffload.integrations.vllm.shared.patches import take_over, watch_eviction
 
 _NONE: Mapping[int, Any] = MappingProxyType({})
 NO_REQUEST = ""
-"""Id of the artificial request that stores blocks that the GPU drops. vLLM's ids are never empty."""
+"""Id of the artificial request that stores the blocks that the GPU drops. The ids of vLLM's requests are
+never empty."""
 
 
 class KVOffloadScheduler(OffloadingConnectorScheduler):
-    """vLLM's scheduler side with lookups of whole prefixes and hints for our manager."""
+    """vLLM's scheduler side with two additions: it looks up whole prefixes, and it passes hints to our
+    manager."""
 
     manager: KVOffloadManager
     _uncomputed: Uncomputed | None = None
 
     @classmethod
     def of(cls, plain: OffloadingConnectorScheduler) -> Any:
-        """Return a scheduler side of this class with the state of `plain`, which vLLM has just created."""
+        """Return a scheduler side of this class that takes over the state of `plain`, a scheduler side that
+        vLLM has just created."""
         return take_over(cls, plain)
 
     def remove_uncomputed(self, block_pool: Any, step_tokens: int) -> None:
-        """Remove uncomputed blocks from this pool's cache, from now on (see `Uncomputed`).
+        """From now on, remove uncomputed blocks from the cache of this pool (see `Uncomputed`).
 
-        `step_tokens`: limit of tokens that one step computes.
+        `step_tokens`: largest number of tokens that one step computes.
         """
         group_tokens = {group.group_idx: group.tokens_per_block for group in self.config.kv_group_configs}
         tokens_per_hash = self.config.tokens_per_hash
@@ -70,16 +74,16 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):
         self.manager.expect(status.req_context)
 
     def update_state_after_alloc(self, request: Any, *arguments: Any) -> None:
-        """End the protection of a queued request's blocks: the request begins and loads the blocks."""
+        """End the protection of a queued request's blocks, because the request begins and loads them."""
         self.manager.withdraw(request.request_id)
         super().update_state_after_alloc(request, *arguments)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """Build the jobs of a scheduled step, and protect the blocks of preempted requests again.
 
-        A reset preempts running requests, and the same step may begin loads of these requests. vLLM asserts
-        that preempted requests have only stores. So this method removes requests with loads from the set of
-        preempted requests; such requests have no store in flight.
+        A reset preempts running requests, and the same step may begin loads for these requests. vLLM asserts
+        that a preempted request has only stores in flight. So this method removes requests with loads from
+        the set of preempted requests. This is safe, because such requests have no store in flight.
         """
         if self._uncomputed is not None:
             self._uncomputed.end_step(scheduler_output, self._req_status)
@@ -97,8 +101,8 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         """Return the number of a hit's tokens from each source.
 
-        If no block was promoted, all tokens come from RAM, and no block is looked up. vLLM's own method would
-        look up each block, which takes a fifth of the CPU time of a step with long hits.
+        If no block was promoted, all tokens come from RAM, and this method needs no lookup. vLLM's own method
+        would look up each block, which takes a fifth of the CPU time of a step with long hits.
         """
         context = self._req_status[request.request_id].req_context
         covered = any(group.sliding_window_size_in_chunks is None for group in self.config.kv_group_configs)
@@ -114,7 +118,10 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):
     def _maximal_prefix_lookup(
         self, keys: Iterable[bytes], req_context: Any, req: Any, group_config: Any, start_chunk_idx: int
     ) -> int | None:
-        """Return the number of ready leading blocks; None to look up again later. Overrides vLLM's loop."""
+        """Return the number of ready leading blocks, or None if vLLM should look up again later.
+
+        Overrides vLLM's loop over blocks.
+        """
         wanted = list(keys)
         num_ready, wait = self.manager.lookup_prefix(wanted, req_context)
         if self._events_tracker.self_describing_enabled:
@@ -126,28 +133,29 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):
 class OnDeviceEvictionScheduler(KVOffloadScheduler):
     """Stores blocks that the GPU is about to drop.
 
-    vLLM reuses blocks from the head of its list of free blocks. The *window* is the head of this list: the
-    blocks that the next step may reuse. After each step this class offers the window's blocks, warmest first.
-    Offered blocks are copied in the background and stay free: nothing is pinned, and the GPU's own cache
-    works as before. If a block is reused during its copy, vLLM's fence for the blocks of finished requests
-    applies.
+    vLLM reuses blocks from the head of its list of free blocks. The *window* is the head of this list, with
+    the blocks that the next step may reuse. After each step this class offers the blocks of the window,
+    warmest first. They are copied in the background and stay free: nothing is pinned, and the GPU's own cache
+    works as before. If vLLM reuses a block during its copy, its fence makes the reuse wait, as for blocks of
+    finished requests.
 
-    - If fewer blocks are free than the window has, a block may be computed and dropped within two steps.
-      Running requests then store computed blocks at once, as in the mode ``on-compute``.
-    - A step may reuse more blocks than the window has, for example to load a long prefix. Then blocks are
-      dropped without an offer, and the manager counts these blocks.
-    - vLLM takes blocks from the head of the list and frees blocks at both ends. So each step moves the
-      window. If a request begins, it may also take cached blocks out of the middle. Then the whole window is
-      scanned again.
+    - If fewer blocks are free than the window has, a block may be computed and dropped within two steps. So
+      running requests then store computed blocks at once, as in the mode ``on-compute``.
+    - If a step reuses more blocks than the window has, for example to load a long prefix, some blocks are
+      dropped without an offer. The manager counts these blocks.
+    - vLLM takes blocks from the head of the list and adds freed blocks at both ends, so each step moves the
+      window. A request that begins may also take cached blocks out of the middle of the list. Then the whole
+      window is scanned again.
 
     Attributes:
-        window: number of blocks at the head of the free list that are offered; adapts to the drops per step.
+        window: number of blocks at the head of the free list that are offered. It adapts to the number of
+            dropped blocks per step.
 
     Cost: O(blocks that the step took or freed), and O(window) in a step in which a request begins.
     """
 
     def bind(self, block_pool: Any, step_tokens: int) -> None:
-        """Watch this pool. `step_tokens`: limit of tokens that one step computes."""
+        """Begin to watch this pool. `step_tokens`: largest number of tokens that one step computes."""
         self._pool, groups = block_pool, self.config.kv_group_configs
         step_blocks = sum(-(-step_tokens // group.tokens_per_block) for group in groups)
         self.window = Window(step_blocks, max(1, block_pool.num_gpu_blocks // 2))
@@ -168,12 +176,13 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
         watch_evictions(block_pool, self._on_drop)
 
     def update_state_after_alloc(self, request: Any, *arguments: Any) -> None:
-        """Scan the window again after this step, because the request may take blocks out of the middle."""
+        """Have the window scanned again after this step, because the request may take blocks out of the
+        middle of the list."""
         self._must_rescan = True
         super().update_state_after_alloc(request, *arguments)
 
     def _build_store_jobs(self, scheduler_output: Any) -> dict[int, Any]:
-        """Return the store jobs of a step. Overrides vLLM's choice of the blocks."""
+        """Return the store jobs of a step. Overrides vLLM's method, which chooses other blocks."""
         self._process_drops()
         at_once: dict[int, Any] = {}
         if self._pool.get_num_free_blocks() < self.window.size:
@@ -247,7 +256,10 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
     def _add_cached(
         self, blocks: Iterable[Any], known: Mapping[int, tuple[Any, Any]] = _NONE
     ) -> list[tuple[Any, Any]]:
-        """Add the cached blocks among `blocks` to the offered blocks. Returns the blocks not in `known`."""
+        """Add the cached blocks among `blocks` to the offered blocks.
+
+        Returns those that are not in `known`.
+        """
         fresh, offered = [], self._offered
         for block in blocks:
             key = block.block_hash
@@ -268,7 +280,7 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
         return None if is_partial else group
 
     def _job(self, job_id: int, row: int, output: Any, block_of: dict[bytes, int]) -> TransferJob:
-        """Create a store job, and register the job with vLLM so that vLLM fences the blocks."""
+        """Create a store job, and register it with vLLM so that vLLM fences its blocks."""
         blocks = [block_of[key] for key in output.keys_to_store]
         for block_id in blocks:
             self._block_id_to_pending_jobs.setdefault(block_id, set()).add(job_id)

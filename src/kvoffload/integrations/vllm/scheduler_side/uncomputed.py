@@ -1,8 +1,9 @@
-"""Removes blocks from the GPU's cache that vLLM has cached but not computed.
+"""Removes blocks that vLLM has cached but not computed from the GPU's cache.
 
-vLLM caches the blocks of a step when it schedules the step. With ``--scheduling-policy priority`` vLLM may
-then preempt a request that the same step has scheduled. The request's new blocks are never computed, but stay
-in the GPU's cache (docs/upstream.md). Later requests would use these blocks, and kvoffload would store them.
+vLLM caches the blocks of a step when it schedules the step. With ``--scheduling-policy priority`` it may
+afterwards preempt a request that is scheduled in the same step. The request's new blocks are never computed,
+but stay in the GPU's cache (docs/upstream.md). Later requests would use these blocks, and kvoffload would
+store them.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ class Uncomputed:
 
     Args:
         block_pool: vLLM's pool of the GPU's blocks.
-        group_tokens: tokens in a block, by number of the KV group.
-        tokens_per_hash: tokens for each hash of a request.
-        step_tokens: limit of tokens that one step computes.
+        group_tokens: mapping: number of a KV group -> number of tokens in its blocks.
+        tokens_per_hash: number of tokens for each hash of a request.
+        step_tokens: largest number of tokens that one step computes.
 
     Thread: the scheduler's. Cost: a dictionary entry for each request of a step.
     """
@@ -49,9 +50,10 @@ class Uncomputed:
             self._num_computed.pop(request_id, None)
 
     def _evict(self, hashes: Any, num_computed: int) -> None:
-        """Remove a request's blocks that end after `num_computed` tokens, within `step_tokens` tokens.
+        """Remove the blocks of a request that end within `step_tokens` tokens after its first `num_computed`
+        tokens.
 
-        Also removes other blocks with equal keys.
+        Other blocks with the same keys are also removed.
         """
         end = min(len(hashes) * self._tokens_per_hash, num_computed + self._step_tokens)
         for group, num_tokens in self._group_tokens.items():

@@ -1,4 +1,4 @@
-"""Verification of blocks in RAM before they count as hits (``verify: always``).
+"""Verifies blocks in RAM before they count as hits (``verify: always``).
 
 Owns the pending checks, and the pins that keep a verified block unchanged until its load.
 """
@@ -21,7 +21,10 @@ from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
 
 class _Check(NamedTuple):
-    """The check of a block for a request. The plan pins the block from the first lookup until `release`."""
+    """The check of a block for a request.
+
+    Its plan pins the block from the first lookup until `Verifier.release`.
+    """
 
     plan: LoadPlan
     is_sound: Future[bool]
@@ -41,11 +44,11 @@ class Verifier:
     `lookup` returns RETRY until a block is verified, then HIT. For a damaged block `lookup` returns MISS, and
     the manager forgets the block.
 
-    All engines of a pool together pin at most half of the usable slots for checks. Beyond this limit `lookup`
-    returns MISS. Without the limit requests could wait forever for each other's blocks, or for more blocks
+    All engines of a pool together pin at most half of the usable slots for checks. At this limit `lookup`
+    returns MISS. Without the limit, requests could wait forever for each other's blocks or for more blocks
     than the pool has.
 
-    Thread: all methods on the scheduler's. One more thread runs the checks, at memory speed.
+    Thread: the scheduler's, for all methods. Another thread runs the checks, at the speed of memory.
     """
 
     def __init__(self, manager: AnyManager, pool: SharedPool, on_damage: Callable[[bytes], None]) -> None:
@@ -55,7 +58,10 @@ class Verifier:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvoffload-verify")
 
     def lookup(self, key: bytes, checks: Checks, ctx: RequestContext) -> LookupResult:
-        """Return the state of a ready block for this request. Starts a check if the block has none."""
+        """Return the state of a block that is ready in RAM, for this request.
+
+        Starts a check if the block has none.
+        """
         check = checks.get(key)
         if check is not None and self._manager.ready_slots_of([key])[0] != check.plan.slots[0]:
             # The block has left the cache, and was stored again in another slot.
@@ -80,15 +86,15 @@ class Verifier:
         return LookupResult.MISS
 
     def release(self, checks: Checks) -> None:
-        """Unpin the blocks of a request, after the load or without a load.
+        """Unpin the blocks of a request, whether it has loaded them or not.
 
-        Blocks with a pending check stay in RAM. The next request checks them again.
+        Blocks whose check is pending stay in RAM. The next request checks them again.
         """
         for key in list(checks):
             self._release(checks, key, damaged=checks[key].found_damage)
 
     def reset(self) -> None:
-        """Forget all checks. Call this after a reset: the plans of the checks are then void."""
+        """Forget all checks. Call this after a reset, because it makes the plans of the checks void."""
         self._held = 0
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""Allocates the pages of a shared mapping before use, in the process that will use the pages.
+"""Allocates the pages of a shared mapping before they are used, in the process that will use them.
 
-The kernel allocates a page on the NUMA node of the thread that touches the page first.
+This matters because the kernel allocates a page on the NUMA node of the thread that touches the page first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pathlib import Path
 
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
 _STEP_BYTES = 64 * 2**20
-"""Bytes that a thread allocates in one call. Small, so that all threads end soon after an error."""
+"""Number of bytes that a thread allocates in one call. It is small, so that all threads end soon after an
+error."""
 _MAX_THREADS = 4
 _NODES = Path("/sys/devices/system/node/has_memory")
 
@@ -22,13 +23,13 @@ _NODES = Path("/sys/devices/system/node/has_memory")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 Span = tuple[int, int]
-"""Offset and number of bytes in a file."""
+"""A part of a file: offset and number of bytes."""
 
 
 def ask_for_huge_pages(address: int, num_bytes: int) -> bool:
     """Request huge pages (2 MiB) for later allocations in this mapping. Returns True if the kernel accepts.
 
-    Has an effect only if the file system is mounted with the option ``huge=``. Raises nothing.
+    The request has an effect only if the file system is mounted with the option ``huge=``. Raises nothing.
     """
     return advise(address, num_bytes, _MADV_HUGEPAGE) == 0
 
@@ -42,21 +43,21 @@ def has_several_nodes() -> bool:
 
 
 def num_threads(num_workers: int) -> int:
-    """Return the number of threads of each worker, if `num_workers` workers allocate at the same time."""
+    """Return the number of threads for each worker if `num_workers` workers allocate at the same time."""
     return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // num_workers))
 
 
 def take(fd: int, address: int, spans: Sequence[Span], threads: int) -> None:
     """Allocate zeroed pages for spans of a mapped file, on this process's NUMA node.
 
-    Existing pages do not change. Afterwards no write into a span can fail for lack of memory.
+    Existing pages do not change. After the call, no write into a span can fail because memory is missing.
 
     Args:
         address: address of the file's first byte in this process.
         threads: number of threads.
 
-    Raises: `OSError` if there is not enough memory; some pages may have been allocated.
-    Cost: 0.6 s a GiB in pages of 4 KiB, 0.06 s a GiB in huge pages (`bench/pool_start.py`).
+    Raises: `OSError` if there is not enough memory; some pages may have been allocated by then.
+    Cost: 0.6 s per GiB in pages of 4 KiB, 0.06 s per GiB in huge pages (`bench/pool_start.py`).
     """
 
     def take_batch(batch: list[Span]) -> None:
@@ -70,7 +71,10 @@ def take(fd: int, address: int, spans: Sequence[Span], threads: int) -> None:
 
 
 def _take(fd: int, address: int, start: int, num_bytes: int) -> None:
-    """Allocate whole pages. Kernels before 5.14 only reserve the pages and choose no NUMA node."""
+    """Allocate whole pages.
+
+    A Linux kernel before 5.14 only reserves the pages, without a choice of the NUMA node.
+    """
     while (failed := advise(address + start, num_bytes, _MADV_POPULATE_WRITE)) == errno.EINTR:
         pass
     if failed:

@@ -1,7 +1,7 @@
 """Membership in the pool that engines of a machine share (``ram: {"shared": "node"}``).
 
-Owns the conditions for sharing, and the facts that must be equal in all engines of a pool. Decides nothing
-about blocks.
+Owns the conditions under which engines can share a pool, and the list of settings that must be equal in all
+engines of a pool. Decides nothing about blocks.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def join_node_pool(
     sees_requests: bool,
     root: Path = SHARED_MEMORY,
 ) -> PoolDirectory | None:
-    """Join the pool of engines with equal blocks.
+    """Join the pool of the engines whose blocks are interchangeable with blocks of this engine.
 
-    Returns None if no shared pool is requested, or if this engine cannot share RAM; the log has the reason.
-    All processes of an engine get the same result. Raises as `PoolDirectory.join`.
+    Returns None if no shared pool is requested or if this engine cannot share RAM. In the second case the
+    reason is logged. All processes of an engine get the same result. Raises as `PoolDirectory.join`.
     """
     if not options.ram.shared:
         return None

@@ -1,7 +1,8 @@
-"""The options in ``kv_connector_extra_config``, under vLLM's names and ours, checked together.
+"""The options in ``kv_connector_extra_config``. They may have vLLM's names or ours, and are checked together.
 
 A TOML file (``config``, or ``KVOFFLOAD_CONFIG``) and the environment (``KVOFFLOAD_POLICY``) may set the same
-options (`settings.layers`). Imports no vLLM, because the command line checks options without vLLM.
+options (`settings.layers`). The module does not import vLLM, because the command line checks options without
+vLLM.
 """
 
 from __future__ import annotations
@@ -42,12 +43,14 @@ from kvoffload.whatif.setting import OneIn
 WHERE = "kv_connector_extra_config"
 ALWAYS, TIERS, NEVER = "always", "tiers", "never"
 VERIFY = (ALWAYS, TIERS, NEVER)
-"""Values of the option `verify`: verify all blocks, only blocks from tiers behind RAM, or no block."""
+"""Values of the option `verify`. ``always``: verify all blocks. ``tiers``: verify only blocks from tiers
+behind RAM. ``never``: verify no block."""
 POLICIES_MODULE = "kvoffload.integrations.vllm.policies"
 _SPEC, _SPEC_MODULE = "KVOffloadSpec", "kvoffload.integrations.vllm"
 _Threshold: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 _TrackerSize: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_POSITIONS // 2)]
-"""The same limits as those of the parameters of ``reuse``."""
+"""Type of the option ``max_tracker_size``, with the limits of this parameter of the admission rule ``reuse``.
+"""
 COUNT, DROP, STOP = "count", "drop", "stop"
 _Share: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 
@@ -57,8 +60,9 @@ class AuditOptions:
     """The audit of stored blocks: ``{"share": 0.001, "first": 64}`` or ``share=0.001,first=64``.
 
     Attributes:
-        share: fraction of the requests with hits that is audited, from 0 to 1.
-        first: number of requests with hits that are audited after the engine's start, independent of `share`.
+        share: fraction of the requests with hits that are audited, from 0 to 1.
+        first: number of requests with hits that are audited first after the engine's start, whatever `share`
+            is.
         on_difference: reaction to a block that differs. ``count``: only count the block. ``drop``: also
             discard the block. ``stop``: also stop offloading until the cache is reset.
     """
@@ -100,8 +104,9 @@ class RecordOptions:
     """A recording: ``/var/log/kv.jsonl``, ``/var/log/kv.jsonl,calls``, or ``{"path": ..., "calls": true}``.
 
     Attributes:
-        path: an absolute path for a trace of the engine's requests (`record.Recorder`).
-        calls: also record the calls of RAM's manager, to ``NAME.calls`` (`calls.recorder.CallRecorder`).
+        path: absolute path of the file for a trace of the engine's requests (`record.Recorder`).
+        calls: True to record also the calls of RAM's manager, in ``NAME.calls``
+            (`calls.recorder.CallRecorder`).
     """
 
     path: str
@@ -136,32 +141,35 @@ Record: TypeAlias = Annotated[RecordOptions, _RecordParser()]
 
 @dataclass(frozen=True)
 class VLLMOptions:
-    """The user's options, checked.
+    """The user's options, after all checks.
 
     Attributes:
         ram: the RAM pool.
-        policy: a name, ``module:Class`` or ``path/to/file.py:Class``; importable.
+        policy: a name, ``module:Class`` or ``path/to/file.py:Class``. It can be imported.
         admission: name and parameters of an admission rule.
         store: ``on-compute`` or ``on-device-eviction``.
         verify: ``always``, ``tiers`` or ``never``. None: ``always`` for a shared pool, otherwise ``tiers``.
-        prompt_only: True: store no blocks after the prompt. True is also vLLM's default.
-        blocks_per_chunk: engine blocks in a block of kvoffload; None if not given. vLLM also reads this
-            option, and has the resolved value in its configuration.
-        tokens_per_chunk: `blocks_per_chunk` in tokens (``block_size``).
-        self_describing_events: True: KV events include the tokens of their blocks.
+        prompt_only: True to store only blocks of the prompt. True is also vLLM's default.
+        blocks_per_chunk: number of engine blocks in a block of kvoffload; None if not given. vLLM reads this
+            option, too, and its configuration has the resolved value.
+        tokens_per_chunk: size of a block of kvoffload in tokens (``block_size``), as an alternative to
+            `blocks_per_chunk`.
+        self_describing_events: True to include the tokens of the blocks in KV events.
         tiers: the tiers behind RAM, from the fastest to the slowest.
         tier_deadline_s: the longest time that a request waits for tiers.
-        recompute_tokens_per_s: the engine's prefill speed; None if unknown. A read that would be slower than
-            a computation of the blocks is skipped.
+        recompute_tokens_per_s: the engine's prefill speed; None if unknown. If it is known, blocks are not
+            read from a tier when it would be faster to compute them.
         audit: options of the audit, which compares stored blocks with computed blocks; None: no audit.
             Audited requests are computed although RAM holds their blocks.
         record: a trace of the engine's requests, and the calls of RAM's manager; None: no recording.
-        record_max_bytes: size limit of the trace, and of all parts of the recorded calls together.
+        record_max_bytes: size limit of the trace. It is also the size limit of all parts of the recorded
+            calls together.
         live_settings: absolute path of a JSON file with options that can change while the engine runs; None:
             no file.
         tenants: quotas of tenants in bytes of RAM; None: no quotas.
         what_if: settings of RAM whose hit ratios are estimated on a sample of the blocks.
-        what_if_sample: one block in `what_if_sample` is sampled; None: one in 192 for blocks of 16 tokens.
+        what_if_sample: the sample has one block of this many blocks. None: the default, which is one block of
+            192 for blocks of 16 tokens.
     """
 
     ram: Ram
@@ -191,14 +199,14 @@ class VLLMOptions:
 
     @property
     def verification(self) -> str:
-        """The verification that applies: `verify`, or its default."""
+        """The value of `verify`, or its default if it is None."""
         return self.verify or (ALWAYS if self.ram.shared else TIERS)
 
 
 ONE_BY_ONE = f"with store {ON_DEVICE_EVICTION} allowed: one engine block, because the GPU drops single blocks"
 
 VLLMS_NAMES = {"cpu_bytes_to_use": "ram", "eviction_policy": "policy", "offload_prompt_only": "prompt_only"}
-"""vLLM's names of our options."""
+"""Mapping: vLLM's name of an option -> our name."""
 
 _ALLOWED_VLLM_VALUES: dict[str, tuple[Any, ...]] = {
     "spec_name": (_SPEC,),
@@ -212,10 +220,11 @@ _WHY = {
     "secondary_tiers": "; give the tiers behind RAM as tiers",
     "canonical_layout": "; blocks keep the engine's layout",
 }
-"""Reasons why options of vLLM's own specifications allow only the values in `_ALLOWED_VLLM_VALUES`."""
+"""Mapping: option of vLLM's own specifications -> text for the message: the reason why it allows only the
+values in `_ALLOWED_VLLM_VALUES`."""
 
 _READ_BY_VLLM = ("sync_load_budget_bytes", "enable_telemetry", "tier_poll_interval_s", "backpressure")
-"""Options that vLLM's own connector or tiers read in some version; we ignore them."""
+"""Options that some version of vLLM's own connector or tiers reads. We accept and ignore them."""
 
 _ALSO_KNOWN = (*_ALLOWED_VLLM_VALUES, *_READ_BY_VLLM, "store_threshold", "max_tracker_size", "config")
 NAMES = tuple(sorted({*option_names(VLLMOptions), *VLLMS_NAMES, *_ALSO_KNOWN}))
@@ -223,13 +232,13 @@ NAMES = tuple(sorted({*option_names(VLLMOptions), *VLLMS_NAMES, *_ALSO_KNOWN}))
 
 
 def parse_options(extra_config: Mapping[str, Any]) -> VLLMOptions:
-    """Check ``kv_connector_extra_config``, with vLLM's names and ours.
+    """Check the options in ``kv_connector_extra_config``, which may have vLLM's names or ours.
 
-    Numbers may be text, sizes may have a unit, switches are true or false. If an option is given under both
-    names, the values must be equal.
+    Numbers may be text, sizes may have a unit, and switches are true or false. If an option is given under
+    both names, the values must be equal.
 
-    Raises `CombinedConfigError` with every problem: option, value, and the allowed values or the nearest
-    known name.
+    Raises: `CombinedConfigError` with all problems. For each problem it has the option, the value, and the
+    allowed values or the most similar option name.
     """
     given = gathered(extra_config, OF_ENGINES, VLLMS_NAMES)
     problems = [
@@ -308,7 +317,10 @@ def _wrong_in_engines(tiers: Iterable[TierOptions]) -> Iterator[ConfigError]:
 
 
 def _with_vllms_threshold(given: dict[str, Any]) -> tuple[dict[str, Any], list[ConfigError]]:
-    """Convert ``store_threshold`` and ``max_tracker_size`` to the rule ``reuse``. Also returns problems."""
+    """Convert ``store_threshold`` and ``max_tracker_size`` to the admission rule ``reuse``.
+
+    Also returns the problems found.
+    """
     problems, rule = list[ConfigError](), given.get("admission")
     threshold = tracker = None
     try:
