@@ -55,7 +55,7 @@ def disk() -> None:
 def inspect(options: ReportOptions) -> None:
     """List the blocks of PATH, a slab or a directory with slabs: counts, sizes and ages by model.
 
-    The model used last comes first.
+    The slab used last comes first.
 
     If slabs have different producers, the list shows how each slab differs from the slab used last, for
     example `rope_theta: 10000 / 1000000`. The first value belongs to the slab used last. `--format json`

@@ -78,7 +78,7 @@ def tier() -> None:
     """Check a shared cache server: health, contents, break-even.
 
     URL has the same form as in `--tier`: valkey://HOST:PORT/NAMESPACE or
-    valkey+cluster://HOST:PORT,HOST:PORT/NAMESPACE.ACE. User and password are read from
+    valkey+cluster://HOST:PORT,HOST:PORT/NAMESPACE. User and password are read from
     KVOFFLOAD_VALKEY_USERNAME and KVOFFLOAD_VALKEY_PASSWORD.
     """
 
