@@ -60,7 +60,8 @@ class Admission(ABC):
         Called only if `count` received the path in parts.
 
         `keys` is the whole path. A rule that forgets keys should forget the head of the path last. But if
-        `count` received the path in parts, the tail is more recent than the head.
+        `count` received the path in parts, the tail is more recent than the head. This call lets the rule
+        correct the order.
         """
 
     @abstractmethod

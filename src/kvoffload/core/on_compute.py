@@ -182,7 +182,7 @@ class OnCompute:
     def keep(self, kept: Entering, ctx: RequestContext) -> None:
         """Report to the policy that the device has dropped these resident blocks.
 
-        Does nothing here, only in a victim tier.
+        This class does nothing. `OnDeviceEviction` overrides the method.
         """
 
     def wrong_victim(self, plan: bytearray, row: int) -> PolicyError:

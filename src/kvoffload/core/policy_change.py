@@ -45,7 +45,7 @@ class State(Struct):
             that were used or stored since the change began. The new policy adopts these blocks last.
         reused: True for blocks that were used again since the change began.
         num_calls: number of calls that used or stored blocks.
-        removed: blocks that the new policy must forget, collected until they are worth a call.
+        removed: blocks that the new policy must forget, collected to save calls.
         old, new: addresses of the policies' states.
         old_expect, new_expect, ...: addresses of the policies' functions, or 0.
     """
@@ -206,10 +206,10 @@ def remove(own: State, used: Used) -> None:
 
 @kernel
 def _take_coldest(own: State, slots: I32Array, reused: BoolArray) -> int:
-    """Remove the coldest recent blocks from their list: those that one call used or stored, at most
-    ``len(slots)``.
+    """Take the coldest blocks from the list of recent blocks. All of them were used or stored by one call.
 
-    Writes the blocks to the end of `slots`, with the coldest block last. Returns the number of blocks.
+    Takes at most ``len(slots)`` blocks and writes them to the end of `slots`, with the coldest block last.
+    Returns the number of blocks.
     """
     links, sentinel, stamps = own.taken.recent.links, own.taken.recent.num_positions, own.taken.stamps
     count, room = 0, slots.shape[0]

@@ -158,7 +158,7 @@ class KVOffloadTier(SecondaryTierManager):
             self._tier.finish_request(record, Keys.pack(path, USUAL_KEY_BYTES))
 
     def _accepts(self, key: bytes) -> bool:
-        """Return True if the key has the expected length. If it has not, the tier is no longer used."""
+        """Return True if the key has the expected length. Otherwise stop to use the tier."""
         self.broken = not self._tiers.accept(len(key))
         return not self.broken
 
