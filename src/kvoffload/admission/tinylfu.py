@@ -28,8 +28,8 @@ class TinyLFUAdmission(Admission):
     every policy, so it does not know the victim. The policy ``wtinylfu`` is the paper's algorithm.
 
     A hash collision can only admit a block too early. While counts are being halved, `admit` may accept a
-    block and refuse its parent. Such a block does not enter either: `leading` cuts the run of blocks at the
-    refused parent.
+    block and refuse its parent. The block does not enter without its parent, because `leading` cuts the run
+    of blocks at the refused parent.
 
     Cost: one CPU cache miss per key. Memory: 64 bits per block of the cache, and no keys.
 

@@ -276,8 +276,10 @@ class Jobs:
             pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
 
     def _poll(self) -> None:
-        """Start a task that polls the manager until the tiers' jobs have ended, unless such a task runs
-        already."""
+        """Start a task that polls the manager until the tiers' jobs have ended.
+
+        Do nothing if the task runs already.
+        """
         if self._polling is None or self._polling.done():
             self._polling = asyncio.create_task(self._poll_until_idle())
 

@@ -23,8 +23,8 @@ from kvoffload.structures.keys import Keys
 class KVRequest:
     """A single inference request, from `KVCache.request`.
 
-    Only whole blocks are loaded and stored. Methods whose names end in ``_async`` are for `asyncio`. If such
-    a call is cancelled, it still waits for the end of its running copy.
+    Only whole blocks are loaded and stored. Methods whose names end in ``_async`` are for `asyncio`. A
+    cancelled call still waits for the end of its running copy.
 
     Use the request as a context manager. On exit the request reports to the policies which blocks it used; it
     stores nothing. Call `store_from` to store blocks. Thread: one at a time.

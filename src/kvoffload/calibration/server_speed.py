@@ -176,7 +176,7 @@ class ServerTimes:
 
         Raises:
             ConfigError: the time to the first token does not grow with the prompt's length, so a fit would
-                say that prefill costs nothing.
+                give a prefill cost of 0.
         """
         tokens = [length for order, _ in self.rounds for length in order]
         seconds = [first_s for _, times in self.rounds for first_s in times]

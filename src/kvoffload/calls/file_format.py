@@ -129,7 +129,7 @@ def header_of(manager: OffloadingManager, policy: object, admission: object) -> 
 
 
 def is_ours(rule: object) -> bool:
-    """Return True for a policy or admission rule of this package. Such a rule reads only hashes of keys."""
+    """Return True for a policy or admission rule of this package. Our rules read only hashes of keys."""
     return type(rule).__module__.startswith("kvoffload.")
 
 

@@ -34,7 +34,7 @@ class CallRecorder:
 
     The manager's kernels append records to a ring (`Log`). The recorder's thread compresses and writes these
     records, at least once a second. If the ring is full or a write fails, the recording ends with a warning
-    in the log. What has been written until then can be replayed.
+    in the log. The calls that were written before the end can be replayed.
 
     When a file reaches a quarter of `max_bytes`, the recording continues in another file. When all files
     together reach `max_bytes`, the oldest file is removed (`Parts`). With a policy or admission rule of

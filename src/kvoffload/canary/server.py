@@ -27,7 +27,7 @@ class Counters:
     Attributes:
         tier_tokens: prompt tokens loaded from the tiers behind the device.
         device_tokens: prompt tokens found in the device's prefix cache.
-        preemptions: number of preempted requests. The blocks of such a request may be loaded again from the
+        preemptions: number of preempted requests. Blocks of a preempted request may be loaded again from the
             tiers, and vLLM does not count these loads as hits.
     """
 

@@ -26,7 +26,7 @@ class Verdict(str, Enum):
     """Result of a run.
 
     - EQUAL: the tokens of all answers are equal, and no difference exceeds the noise.
-    - WITHIN_NOISE: some token or log-probability differs, but by no more than sound answers differ.
+    - WITHIN_NOISE: some token or log-probability differs, but not more than between sound answers.
     - DIFFERENT: an answer from a cache differs by more than the noise.
     - NOT_SHOWN: the server reports no hits in its tiers, so nothing is known about the tiers.
     """

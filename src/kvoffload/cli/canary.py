@@ -98,8 +98,8 @@ def canary(options: Options) -> None:
     """Check that an OpenAI-compatible server at URL gives the same answers from its caches as by computation.
 
     Compares three kinds of answers to each prompt: computed, from the device's cache, and from the tiers
-    behind the device. Tokens and log-probabilities may differ by no more than the engine's own noise. The
-    requests have a cache_salt, so other requests do not use their blocks. The API key is read from
+    behind the device. Differences of tokens and log-probabilities up to the engine's own noise are accepted.
+    The requests have a cache_salt, so other requests do not use their blocks. The API key is read from
     OPENAI_API_KEY.
 
     Exit code 0: equal or within-noise. 1: different. 2: no result. 3: not-shown, because the server reports

@@ -97,7 +97,7 @@ def command(options: ExplainOptions) -> None:
     """Replay TRACE and explain for each missing block why it was not in the cache.
 
     TRACE is a trace as for `kvoffload replay`, or a recording with token ids or text as for
-    `kvoffload trace convert`. If TRACE is such a recording, the report also shows the tokens at which prompts
+    `kvoffload trace convert`. With token ids or text, the report also shows the tokens at which prompts
     differ. Tiers are simulated, and nothing is written to them. docs/explain.md describes each reason.
     """
     trace, tokens = options.recording()

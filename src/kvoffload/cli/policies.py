@@ -29,7 +29,7 @@ class PoliciesOptions(FormatOptions):
 def policies(options: PoliciesOptions) -> None:
     """List every eviction policy and admission rule, or describe NAME: uses, parameters, publication.
 
-    Also lists policies of other installed packages. If such a package cannot be imported, its error is shown.
+    Also lists policies of other installed packages. If the import of a package fails, its error is shown.
     """
     name = options.name
     listed = [_described("policy", POLICIES, name) for name in POLICIES.names()]

@@ -42,7 +42,7 @@ def check_alone() -> None:
 def replay_calls(path: Path, *, is_json: bool, output: Path | None, quiet: bool) -> bool:
     """Replay a recording and show the outcome; returns True if all decisions are equal.
 
-    `path`: path of a part of the recording. The path of the first part means all parts that exist.
+    `path`: path of one part. The path of the first part means all parts that exist.
     """
     parts = parts_of(path) or [path]
     try:

@@ -65,8 +65,11 @@ class BenchOptions(ServerOptions, ModelOptions):
             raise ConfigError("prefill-tokens-per-s", self.prefill_tokens_per_s, why)
 
     def sizes(self) -> list[int]:
-        """Return the block sizes to measure: those that the user gave with ``--block-bytes``, otherwise the
-        model's block size, otherwise the default sizes."""
+        """Return the block sizes to measure.
+
+        These are the sizes of ``--block-bytes`` if the user gave it, otherwise the model's block size,
+        otherwise the default sizes.
+        """
         size = self.known_block_bytes(self.block_tokens)
         if self.block_bytes == _SIZES and size is not None:
             return [size]

@@ -14,8 +14,8 @@ class Admission(ABC):
     """A rule that admits or refuses offered blocks. Every rule works with every policy.
 
     One instance serves one manager, on the manager's thread. The manager counts each block of a request once:
-    it calls `count` when the request first touches or offers the block, or at the latest when the request
-    finishes. It calls `admit` before a store.
+    it calls `count` when the request first touches or offers the block. Blocks that the request has neither
+    touched nor offered are counted when it finishes. It calls `admit` before a store.
 
     Attributes:
         name: the name in options.

@@ -124,7 +124,7 @@ class Queue:
     def attach(self, make: Callable[[], Expected], on_expected: Callable[[RequestContext], None]) -> None:
         """Set the callbacks after unpickling, because a pickle does not contain them.
 
-        The arguments are those of the constructor.
+        The arguments are the same as for the constructor.
         """
         self._make, self._on_expected = make, on_expected
 

@@ -61,9 +61,8 @@ class Labels:
 
     Numbers are assigned in order of appearance. There are at most `NUM_LABELS`, because a policy learns each
     number separately. A number below `NUM_COARSE` stands for a combination of `finish_reason` and
-    `session_over`. A higher number stands for such a combination together with `priority`, `time_to_live_s`
-    and `tenant`. When all higher numbers are assigned, further hints get the number of their `finish_reason`
-    and `session_over` only.
+    `session_over`. A higher number stands for a combination of all fields. When all higher numbers are
+    assigned, further hints get the number of their `finish_reason` and `session_over` only.
 
     Args:
         digests: digest of each label by number, 0 for a free number; shape ``(NUM_LABELS,)``, uint64.

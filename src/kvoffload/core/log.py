@@ -19,7 +19,7 @@ from kvoffload.structures.structs import Struct
 class Call(IntEnum):
     """Kinds of records, stored in the first word. Kinds after `RESET` do not count as calls.
 
-    The text below a kind says what the record's further words contain.
+    The text below a kind describes the further words of the record.
     """
 
     EXTEND = 1

@@ -521,8 +521,8 @@ class OffloadingManager:
 
         Needed if the blocks come from an earlier run, because then their tenants are unknown.
 
-        Stores evict blocks without an owner first. The next tenant that loads such a block becomes its owner
-        (`set_tenant`). Call this method after the first `set_tenants`. Cost: O(blocks).
+        Stores evict blocks without an owner first. The next tenant that loads a block without an owner
+        becomes its owner (`set_tenant`). Call this method after the first `set_tenants`. Cost: O(blocks).
         """
         tenants, nobody = self._state.tenants, self._tenants.nobody()
         tenants.owner[self.slots.filled()] = nobody

@@ -28,7 +28,7 @@ engine offers blocks when the device drops them."""
 
 
 class LookupResult(Enum):
-    """The state of one block. The names are those of vLLM."""
+    """The state of one block, with the same names as in vLLM."""
 
     MISS = auto()
     """The block is absent: compute it."""

@@ -218,8 +218,8 @@ class BlockwisePolicy(EvictionPolicy):
     """Base class for policies in plain Python that handle one block at a time, for research.
 
     Implement `hit`, `insert`, `victim` and `forget`. Also implement `refresh` if recency matters. The batch
-    methods call these methods in a loop. Such a policy is 10 to 100 times slower than a compiled policy and
-    otherwise equivalent.
+    methods call these methods in a loop. A policy of this kind takes 10 to 100 times the CPU time of a
+    compiled policy and is otherwise equivalent.
     """
 
     @abstractmethod

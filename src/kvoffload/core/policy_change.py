@@ -248,7 +248,7 @@ class PolicyChange:
         spec: the new policy, as the caller specified it.
         old, new: the policies.
         handover: the manager's policy during the change. None if one of the policies is in Python, because
-            such a change is complete as soon as it begins.
+            then the change is complete as soon as it begins.
         known: the used keys that a victim tier will remember for the new policy (`returning`).
     """
 

@@ -75,12 +75,12 @@ class Taken(Struct):
 
 
 class Reader(Protocol):
-    """Interface of a reader of a policy's order."""
+    """Interface for readers of a policy's order."""
 
     is_done: bool
 
     def take(self, taken: Taken, cache: Cache, most: int) -> SlotArray:
-        """Return the next blocks: at most `most`, and no more than `Taken.visits_left` allows.
+        """Return the next blocks: at most `most`, within the budget `Taken.visits_left`.
 
         If a reader returns fewer blocks, or none, it is not necessarily done; see `is_done`.
         """

@@ -44,7 +44,7 @@ Addresses = npt.NDArray[np.int64]
 
 
 class Extents(NamedTuple):
-    """Memory of a batch of objects of equal size.
+    """The memory for a batch of objects that have equal sizes.
 
     An object consists of one or more extents, contiguous pieces of memory.
 
@@ -131,7 +131,7 @@ class _Batch:
 class ObjectStore:
     """A store of byte objects in tiers.
 
-    Every call returns at its deadline at the latest, with a partial result.
+    If a call reaches its deadline, it returns with a partial result.
 
     An object is stored as blocks of `block_bytes`; the last block is padded. An object is present if all its
     blocks are present, even if they come from different stores of the object. The tiers verify each block

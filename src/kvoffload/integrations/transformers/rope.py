@@ -57,8 +57,8 @@ def probe_rope(model: Any, longest: int, kv_of: Callable[[list[int]], list[torch
 
     Args:
         longest: ``max_position_embeddings``.
-        kv_of: function of a list of positions. It computes a token for each position, and returns the keys
-            and values of all tokens except the last.
+        kv_of: function that takes a list of positions, computes a token for each position, and returns the
+            keys and values of all tokens except the last.
 
     Raises: `ConfigError`.
     """
@@ -89,7 +89,7 @@ def probe_rope(model: Any, longest: int, kv_of: Callable[[list[int]], list[torch
 
 
 class Outcome(enum.Enum):
-    """Outcome of a call of a rotary module with a longer sequence."""
+    """Outcome when a rotary module is called with a longer sequence."""
 
     SAME = "the results for the leading tokens are the same"
     CHANGES = "they differ"
@@ -118,7 +118,7 @@ class _Call(NamedTuple):
     def makes_table(self) -> bool:
         """True if the length of the sequence is an argument of the call.
 
-        Such a module computes a table of positions.
+        Then the module computes a table of positions.
         """
         return any(self._is_length(value) for value in (*self.args, *self.options.values()))
 

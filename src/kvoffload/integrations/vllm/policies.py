@@ -56,7 +56,7 @@ class VLLMPolicy(CachePolicy):
     - The admission rule is vLLM's.
     - A policy cannot refuse a block.
 
-    As in our manager, a request never evicts blocks of its own path. When the request finishes, the whole
+    As in our manager, a request never evicts blocks on its own path. When the request finishes, the whole
     path counts as used, including blocks that the device served. vLLM's own policies see only blocks that
     were loaded or offered.
 

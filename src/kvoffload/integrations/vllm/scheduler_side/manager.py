@@ -615,7 +615,7 @@ class KVOffloadManager(OffloadingManager):
     def keep_dropped(self, keys: list[bytes]) -> None:
         """Record that the device dropped these blocks without an offer.
 
-        Those of the blocks that are in RAM are no longer duplicates. The others count as lost.
+        The blocks that are in RAM are then no longer duplicates. The other blocks count as lost.
         """
         self._fit_to(keys)
         self.metrics.counts["lost_blocks"] += self.core.keep(keys)

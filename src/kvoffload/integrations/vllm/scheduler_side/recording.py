@@ -59,8 +59,8 @@ class Recording:
         computed itself.
 
         Args:
-            sources: function that returns the number of prompt tokens, without those in the GPU's cache, from
-                each of vLLM's ``CacheHitSource``.
+            sources: function that returns the number of prompt tokens from each of vLLM's ``CacheHitSource``.
+                Tokens in the GPU's cache are not included.
         """
         name = request.request_id
         if name in self._served:

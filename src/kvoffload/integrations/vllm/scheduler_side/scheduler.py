@@ -258,7 +258,7 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
     ) -> list[tuple[Any, Any]]:
         """Add the cached blocks among `blocks` to the offered blocks.
 
-        Returns those that are not in `known`.
+        Returns the cached blocks that are not in `known`.
         """
         fresh, offered = [], self._offered
         for block in blocks:

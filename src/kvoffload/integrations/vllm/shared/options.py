@@ -152,8 +152,8 @@ class VLLMOptions:
         prompt_only: True to store only blocks of the prompt. True is also vLLM's default.
         blocks_per_chunk: number of engine blocks in a block of kvoffload; None if not given. vLLM reads this
             option, too, and its configuration has the resolved value.
-        tokens_per_chunk: size of a block of kvoffload in tokens (``block_size``), as an alternative to
-            `blocks_per_chunk`.
+        tokens_per_chunk: number of tokens in a block of kvoffload (option ``block_size``), as an alternative
+            to `blocks_per_chunk`.
         self_describing_events: True to include the tokens of the blocks in KV events.
         tiers: the tiers behind RAM, from the fastest to the slowest.
         tier_deadline_s: the longest time that a request waits for tiers.
