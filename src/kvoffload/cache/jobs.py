@@ -52,7 +52,7 @@ class CacheStats(NamedTuple):
 
     Attributes:
         hit_tokens: loaded tokens by source: ``ram`` and the name of each tier.
-        ram: counters of RAM. With shared RAM: the sum over all processes.
+        ram: counters of RAM. If RAM is shared, each counter is the sum over all processes.
         tiers: counters of each tier, by name.
     """
 

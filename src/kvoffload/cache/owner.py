@@ -195,7 +195,7 @@ class _Ended(Generic[T]):
         """Return True at the first call only.
 
         The owner calls this before it begins the job, and an interrupted caller before it drops the job. Only
-        the first of them goes on.
+        the caller that gets True goes on.
         """
         return self._first_claim.acquire(blocking=False)
 

@@ -609,7 +609,7 @@ class OffloadingManager:
     def counters(self) -> ManagerStats:
         """Return the same as `stats`, but with empty `policy`, `misses` and `tenants`.
 
-        For frequent calls. Cost: 3 us.
+        Meant for frequent calls. Cost: 3 us.
         """
         return ManagerStats.of(self._state, self.slots)
 

@@ -165,7 +165,7 @@ class StorePlan(_Plan):
     def keys(self) -> Keys:
         """The offered keys to store, in the order of the offer.
 
-        Empty if every offered block is resident or refused.
+        There are none if every offered block is resident or refused.
         """
         return Keys(Entering.array(self.memory, "keys", self.num_stored), self.request.key_bytes)
 

@@ -43,7 +43,7 @@ class Protected:
 
     @property
     def is_quiet(self) -> bool:
-        """True if the policy should not learn from this store. Always False without quotas.
+        """True if the policy should not learn from this store. Without quotas it is always False.
 
         It is True if the storing tenant can evict only its own blocks, and stores more blocks than its part
         of the cache justifies (`tenants.may_learn`).

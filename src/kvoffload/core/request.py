@@ -77,7 +77,7 @@ class Path(Struct):
         is_quiet: 1 if the policy does not observe the request (`tenants.may_learn`).
         cut: 1 + position of the first block that the policy refused in its last refusal; 0 if it refused
             none. While this block is absent, all later blocks are refused, too, because no request could
-            reach them. Always 0 in a victim tier.
+            reach them. The value is always 0 in a victim tier.
     """
 
     index: Index

@@ -39,7 +39,8 @@ class Slots(Struct):
         ref_cnt: shape ``(capacity,)``, int32: pins of a ready block, `WRITING` or `FREE`.
         version: shape ``(capacity,)``, uint32: increases by one when a block leaves the slot, which
             invalidates the slot hints of requests.
-        condemned: shape ``(capacity,)``, bool. Also True for unused slots; their `ref_cnt` is `WRITING`.
+        condemned: shape ``(capacity,)``, bool. Unused slots are also marked True, and their `ref_cnt` is
+            `WRITING`.
         stack: int32. The first `num_free` entries are the free slots; entry ``num_free - 1`` is used next.
             The last `num_unused` entries are the unused slots.
         num_free, num_writing, num_condemned, num_unused: slots in that state.
