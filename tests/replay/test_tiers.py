@@ -25,6 +25,7 @@ from kvoffload.sweep.sweep import Sweep
 from kvoffload.tiers import kinds
 from kvoffload.tiers.kinds.disk import DiskOptions
 from kvoffload.tiers.kinds.simulated import SimulatedOptions
+from kvoffload.tiers.offer import MOST_QUOTAS
 from kvoffload.tiers.spec import TierOptions, parse_tier, parse_tiers
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.sources import load_trace
@@ -132,6 +133,15 @@ def test_a_refused_replay_opens_no_disk(small_chat: Trace, tmp_path: Path) -> No
         ReplayConfig(300, tiers=disk(tmp_path, 1500), tier_tenants={"ssd": {"a": Quota(1)}})
     with pytest.raises(ConfigError, match="tenants: 'a' is invalid; a tenant of a tier needs a quota of RAM"):
         ReplayConfig(300, tiers=disk(tmp_path, 1500), tier_tenants={"disk": {"a": Quota(1)}})
+
+
+def test_a_replay_whose_quotas_a_tier_refuses_closes_its_tiers(small_chat: Trace, tmp_path: Path) -> None:
+    quotas = {f"tenant-{number}": Quota() for number in range(MOST_QUOTAS + 1)}
+    config = ReplayConfig(300, tiers=disk(tmp_path, 1500), tenants=quotas, tier_tenants={"disk": quotas})
+    with pytest.raises(ConfigError, match=f"for a tier allowed: up to {MOST_QUOTAS}") as refused:
+        run(small_chat, config)
+    assert run(small_chat, ReplayConfig(300, tiers=disk(tmp_path, 1500))).mismatches_served == 0
+    assert refused.value.field == "tenants"
 
 
 @pytest.mark.parametrize("kind", ["bitflip", "swap", "zero", "torn"])

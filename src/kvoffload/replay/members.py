@@ -5,12 +5,14 @@ Engines that share RAM each have their own tiers behind RAM. Knows no requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.tenants import Quota
 from kvoffload.tiering.tiered_manager import TieredManager
 from kvoffload.tiers.contract import Memory, SecondaryTier
 from kvoffload.tiers.spec import TierOptions, TierOwner, names_of, open_tiers
@@ -55,6 +57,7 @@ def open_members(
     owner: TierOwner,
     num_engines: int,
     shared: SecondaryTier | None = None,
+    quotas: Mapping[str, Mapping[str, Quota]] = MappingProxyType({}),
     **manager: Any,
 ) -> list[TieredManager]:
     """Open the tiers of each engine that uses this RAM, and create the engine's manager.
@@ -63,9 +66,11 @@ def open_members(
         ram: the memory of RAM's slots; the number of slots is the capacity.
         shared: the last tier, if engines of other RAM use this tier, too. None: this function opens the last
             tier.
+        quotas: quotas of tiers by name of the tier, for the first engine.
         manager: keyword arguments of `OffloadingManager`.
 
-    Raises: the errors of `open_tiers`. The caller must close the managers.
+    Raises: the errors of `open_tiers` and `TieredManager.set_tier_tenants`; then no tier stays open. The
+    caller must close the managers.
     """
     members = list[TieredManager]()
     names = names_of(tiers)
@@ -93,5 +98,7 @@ def open_members(
                 **manager,
             )
             members.append(member)
+        for name, of_tier in quotas.items():
+            members[0].set_tier_tenants(name, of_tier)
         undo.pop_all()
     return members

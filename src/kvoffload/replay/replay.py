@@ -113,22 +113,7 @@ class Replay:
         # Before the tiers are opened, because it refuses a setting with an unknown policy.
         self.shadows = shadows_of(trace, config)
         num_slots = slots_needed(trace, config.pool_blocks)
-        self._members = list[TieredManager]()
-        if config.tiers:
-            ram = data.ram if data is not None else NoMemory(num_slots)
-            owner = TierOwner(
-                ram.pool.shape[1],
-                KEY_BYTES,
-                FINGERPRINT,
-                counts_blocks=True,
-                clock=lambda: float(trace.timestamps_ms[self._request]) / 1000,
-                recorded_s=trace.duration_s,
-            )
-            self._members = open_members(
-                config.tiers, ram, owner, config.engines_of_pool, shared, **config.manager_options(num_slots)
-            )
-            for name, quotas in config.tier_tenants.items():
-                self._members[0].set_tier_tenants(name, quotas)
+        self._members = self._open_members(num_slots, shared) if config.tiers else []
         managers: Sequence[AnyManager] = self._members
         if not managers:
             ram_manager = OffloadingManager(num_slots, **config.manager_options(num_slots))
@@ -154,6 +139,28 @@ class Replay:
         self.hits_per_request = np.zeros(trace.requests, np.int32)
         self._device_hits = self._tier_hits = self._block_hits = self._damaged = self._dropped = 0
         self._control_s = self._tiers_s = self._tiers_cpu_s = 0.0
+
+    def _open_members(self, num_slots: int, shared: SecondaryTier | None) -> list[TieredManager]:
+        """Open the tiers behind RAM, and create the manager of each engine that uses this RAM."""
+        trace, config = self._trace, self._config
+        ram = self._data.ram if self._data is not None else NoMemory(num_slots)
+        owner = TierOwner(
+            ram.pool.shape[1],
+            KEY_BYTES,
+            FINGERPRINT,
+            counts_blocks=True,
+            clock=lambda: float(trace.timestamps_ms[self._request]) / 1000,
+            recorded_s=trace.duration_s,
+        )
+        return open_members(
+            config.tiers,
+            ram,
+            owner,
+            config.engines_of_pool,
+            shared,
+            config.tier_tenants,
+            **config.manager_options(num_slots),
+        )
 
     def run(self, progress: Callable[[int], None] = lambda requests: None) -> ReplayReport:
         """Replay every request. `progress` receives the number of requests done, about 200 times."""
