@@ -6,7 +6,6 @@ Knows the whole trace, but no managers, slots or policies.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +14,7 @@ from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, STORES
 from kvoffload.errors import ConfigError
 from kvoffload.replay.device_cache import run_devices
 from kvoffload.structures.jit import BoolArray, I64Array, ReadI64Array, U64Array, inline, long_kernel
+from kvoffload.structures.structs import Struct
 from kvoffload.traces.trace import Trace
 
 _Int64s = npt.NDArray[np.int64]
@@ -95,18 +95,10 @@ def optimum(
         # The index `_NEVER`, -1, selects the last entry, which is False.
         is_idle = np.append(device.is_served(trace), False)[next_place]
         next_place[is_idle] += num_refs
-    starts = _tree_starts(2 * num_refs if device is not None else num_refs)
-    hits, written = _min_with_bypass(
-        trace.offsets,
-        served,
-        offered,
-        ends,
-        next_place,
-        np.zeros(starts[-1], np.uint64),
-        starts,
-        np.zeros(trace.longest_request, np.bool_),
-        capacity_blocks,
-    )
+    demand = _Demand(offsets=trace.offsets, served=served, offered=offered, ends=ends, next_place=next_place)
+    resident = _Places(2 * num_refs if device is not None else num_refs)
+    was_here = np.zeros(trace.longest_request, np.bool_)
+    hits, written = _min_with_bypass(demand.memory, resident.memory, was_here, capacity_blocks)
     on_device = int(served.sum())
     return OptimumResult(on_device + int(hits), int(written), on_device)
 
@@ -126,18 +118,6 @@ def next_uses(refs: npt.NDArray[np.int32]) -> _Int64s:
     return next_use
 
 
-def _tree_starts(positions: int) -> _Int64s:
-    """Compute the layout of a tree over `positions` bits: the index of each level's first word, leaves first.
-
-    The last entry is the total number of words.
-    """
-    starts, words = [0], max(positions, 1)
-    while len(starts) == 1 or words > 1:
-        words = (words + 63) // 64
-        starts.append(starts[-1] + words)
-    return np.array(starts, np.int64)
-
-
 # The *place* of a block is the index in `Trace.refs` of its next use. A bit set has a bit for each place. The
 # bit is 1 if the block is resident. Places order blocks by next use and, within a request, by depth, so the
 # victim of MIN is the highest bit. Unlike a heap, the bits need no sorting and have no stale entries.
@@ -145,79 +125,114 @@ def _tree_starts(positions: int) -> _Int64s:
 # A block is *idle* if the device serves its next use: the tier does not need the block, because this use
 # offers it again. A resident idle block may stay while no other block needs its room, which saves a write.
 # Its place is its next use plus the length of the trace, behind the places of all blocks that are needed.
-#
-# The bits form a tree of 64-bit words. Level 0 has the bits themselves. A bit of level `n + 1` is 1 if the
-# word of level `n` with the bit's number is not zero. The highest bit is found, set or cleared in one step
-# per level.
 
 
-@inline
-def _insert(bits: Any, starts: Any, position: int) -> None:
-    for level in range(len(starts) - 1):
-        bits[starts[level] + (position >> 6)] |= np.uint64(1) << np.uint64(position & 63)
-        position >>= 6
+class _Demand(Struct):
+    """The requests of a trace: the uses that the device does not serve, and the offers.
 
-
-@inline
-def _remove(bits: Any, starts: Any, position: int) -> None:
-    for level in range(len(starts) - 1):
-        word = starts[level] + (position >> 6)
-        bits[word] &= ~(np.uint64(1) << np.uint64(position & 63))
-        if bits[word] != 0:
-            return
-        position >>= 6
-
-
-@inline
-def _highest(bits: Any, starts: Any) -> int:
-    position = 0
-    for level in range(len(starts) - 2, -1, -1):
-        word = bits[starts[level] + position]
-        position <<= 6
-        for step in (32, 16, 8, 4, 2, 1):
-            if word >> np.uint64(step) != 0:
-                word >>= np.uint64(step)
-                position += step
-    return position
-
-
-@long_kernel
-def _min_with_bypass(
-    offsets: ReadI64Array,
-    served: I64Array,
-    offered: I64Array,
-    ends: ReadI64Array,
-    next_place: I64Array,
-    bits: U64Array,
-    starts: I64Array,
-    was_here: BoolArray,
-    capacity: int,
-) -> tuple[int, int]:
-    """Run MIN with bypass; return the numbers of hits and of written blocks.
-
-    Args:
+    Attributes:
         offsets: as in `Trace`.
         served: for each request, the number of leading blocks that its device serves.
         offered: index in `Trace.refs` of each offered block, one request after the other.
         ends: for each request, the position in `offered` at which its offers start; then the end of the last
             request's offers.
         next_place: for each reference, the place of its block after this use.
-        bits, starts: the tree of resident blocks, and its layout (`_tree_starts`).
+    """
+
+    offsets: ReadI64Array
+    served: I64Array
+    offered: I64Array
+    ends: ReadI64Array
+    next_place: I64Array
+
+
+class _Places(Struct):
+    """A set of places, as bits in a tree of 64-bit words.
+
+    Level 0 has a bit for each place. A bit of level `n + 1` is 1 if the word of level `n` with the bit's
+    number is not zero. The highest place is found, added or removed in one step per level.
+
+    Args:
+        num_places: number of places.
+
+    Attributes:
+        words: the words of all levels, level 0 first.
+        starts: index of each level's first word, then the number of words.
+    """
+
+    words: U64Array
+    starts: I64Array
+
+    def __init__(self, num_places: int) -> None:
+        starts, num_words = [0], max(num_places, 1)
+        while len(starts) == 1 or num_words > 1:
+            num_words = (num_words + 63) // 64
+            starts.append(starts[-1] + num_words)
+        super().__init__(words=np.zeros(starts[-1], np.uint64), starts=np.array(starts, np.int64))
+
+
+@inline
+def _has(places: _Places, place: int) -> bool:
+    is_member: bool = places.words[place >> 6] >> np.uint64(place & 63) & np.uint64(1) != 0
+    return is_member
+
+
+@inline
+def _insert(places: _Places, place: int) -> None:
+    words, starts = places.words, places.starts
+    for level in range(len(starts) - 1):
+        words[starts[level] + (place >> 6)] |= np.uint64(1) << np.uint64(place & 63)
+        place >>= 6
+
+
+@inline
+def _remove(places: _Places, place: int) -> None:
+    words, starts = places.words, places.starts
+    for level in range(len(starts) - 1):
+        word = starts[level] + (place >> 6)
+        words[word] &= ~(np.uint64(1) << np.uint64(place & 63))
+        if words[word] != 0:
+            return
+        place >>= 6
+
+
+@inline
+def _highest(places: _Places) -> int:
+    words, starts, place = places.words, places.starts, 0
+    for level in range(len(starts) - 2, -1, -1):
+        word = words[starts[level] + place]
+        place <<= 6
+        for step in (32, 16, 8, 4, 2, 1):
+            if word >> np.uint64(step) != 0:
+                word >>= np.uint64(step)
+                place += step
+    return place
+
+
+@long_kernel
+def _min_with_bypass(
+    demand: _Demand, resident: _Places, was_here: BoolArray, capacity: int
+) -> tuple[int, int]:
+    """Run MIN with bypass; return the numbers of hits and of written blocks.
+
+    Args:
+        resident: the places of the resident blocks; empty.
         was_here: scratch memory with room for the blocks of the longest request.
         capacity: slots of the tier.
     """
+    offsets, offered, ends, next_place = demand.offsets, demand.offered, demand.ends, demand.next_place
     idle = len(next_place)
-    hits = written = resident = 0
+    hits = written = num_resident = 0
     for request in range(len(offsets) - 1):
         begin, end = offsets[request], offsets[request + 1]
-        needed = begin + served[request]
+        needed = begin + demand.served[request]
         for position in range(begin, end):
             place = position if position >= needed else position + idle
-            here = bits[place >> 6] >> np.uint64(place & 63) & np.uint64(1) != 0
+            here = _has(resident, place)
             was_here[position - begin] = here
             if here:
-                _remove(bits, starts, place)
-                resident -= 1
+                _remove(resident, place)
+                num_resident -= 1
                 hits += position >= needed
         highest = _NEVER
         for i in range(ends[request], ends[request + 1]):
@@ -226,19 +241,19 @@ def _min_with_bypass(
             new = position < begin or not was_here[position - begin]
             if place == _NEVER or (place >= idle and new):
                 continue
-            if resident == capacity:
+            if num_resident == capacity:
                 if highest == _NEVER and capacity > 0:
-                    highest = _highest(bits, starts)
+                    highest = _highest(resident)
                 if highest < place:
                     continue
-                _remove(bits, starts, highest)
-                resident -= 1
-            _insert(bits, starts, place)
-            resident += 1
+                _remove(resident, highest)
+                num_resident -= 1
+            _insert(resident, place)
+            num_resident += 1
             highest = _NEVER
         for i in range(ends[request], ends[request + 1]):
             position = offered[i]
             place = next_place[position]
-            if 0 <= place < idle and bits[place >> 6] >> np.uint64(place & 63) & np.uint64(1):
+            if 0 <= place < idle and _has(resident, place):
                 written += position < begin or not was_here[position - begin]
     return hits, written
