@@ -41,16 +41,11 @@ class World:
     def __init__(
         self, directory: Path, capacity: int, node_pool: PoolDirectory | None = None, **options: Any
     ) -> None:
-        self.pool = SharedPool.attach(
-            "world",
-            member=0,
-            num_members=1,
-            num_parts=1,
-            part_bytes=4096,
-            capacity_bytes=capacity * 4096,
-            directory=directory,
-            node_pool=node_pool,
-        )
+        sizes = {"num_parts": 1, "part_bytes": 4096, "capacity_bytes": capacity * 4096}
+        if node_pool is None:
+            self.pool = SharedPool.attach("world", member=0, num_members=1, directory=directory, **sizes)
+        else:
+            self.pool = SharedPool.attach_shared(node_pool, member=0, **sizes)
         self.manager = KVOffloadManager(
             parse_options({"ram": "1GiB"} | options), self.pool, enable_events=True, node_pool=node_pool
         )

@@ -35,14 +35,13 @@ from support.timeouts import HANGS_S
 def attach(tmp_path: Path) -> Callable[..., SharedPool]:
     """A function that attaches a member of an engine with two workers."""
 
-    def attach_member(member: int, engine: str = "e", **changes: Any) -> SharedPool:
-        settings = {
-            "num_members": 3,
-            "num_parts": 2,
-            "part_bytes": 6000,
-            "capacity_bytes": 10 * 12288,
-            "directory": tmp_path,
-        } | changes
+    def attach_member(
+        member: int, engine: str = "e", node_pool: PoolDirectory | None = None, **changes: Any
+    ) -> SharedPool:
+        sizes = {"num_parts": 2, "part_bytes": 6000, "capacity_bytes": 10 * 12288}
+        if node_pool is not None:
+            return SharedPool.attach_shared(node_pool, member=member, **sizes)
+        settings = {"num_members": 3, **sizes, "directory": tmp_path, **changes}
         return SharedPool.attach(engine, member=member, **settings)
 
     return attach_member

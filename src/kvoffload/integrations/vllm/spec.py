@@ -170,14 +170,22 @@ class KVOffloadSpec(OffloadingSpec):
         return late
 
     def _attach(self, member: int, part_bytes: int) -> SharedPool:
+        num_parts = 1 if self.facts.replicated else self.facts.num_workers
+        if self._node_pool is not None:
+            return SharedPool.attach_shared(
+                self._node_pool,
+                member=member,
+                num_parts=num_parts,
+                part_bytes=part_bytes,
+                capacity_bytes=self.options.ram_bytes,
+            )
         return SharedPool.attach(
             self.facts.engine_id,
             member=member,
             num_members=1 + self.facts.num_workers,
-            num_parts=1 if self.facts.replicated else self.facts.num_workers,
+            num_parts=num_parts,
             part_bytes=part_bytes,
             capacity_bytes=self.options.ram_bytes,
-            node_pool=self._node_pool,
         )
 
     def _summary(self, pool: SharedPool, tokens_per_block: int) -> str:

@@ -109,7 +109,6 @@ class SharedPool:
         part_bytes: int,
         capacity_bytes: int,
         directory: Path = SHARED_MEMORY,
-        node_pool: PoolDirectory | None = None,
     ) -> SharedPool:
         """Find the pool of this engine, or create it.
 
@@ -119,16 +118,12 @@ class SharedPool:
             num_parts: parts of a slot.
             part_bytes: bytes that this process needs in each part.
             capacity_bytes: memory for slots, all parts together.
-            node_pool: membership in a pool that several engines share. None: the engine has its own pool.
 
         Raises `ConfigError` if there is not enough memory, if another engine uses the pool, or if another
         user of the machine has created a file with our name.
         Cost: a worker allocates its memory in this call (`first_touch.take`). If memory ran out at a later
-        access, the kernel would kill the process. If engines share the pool, other processes wait for the
-        allocation.
+        access, the kernel would kill the process.
         """
-        if node_pool is not None:
-            return cls._attach_shared(node_pool, member, num_parts, part_bytes, capacity_bytes)
         digest = hashlib.sha256(engine_id.encode()).hexdigest()[:16]
         with locked(directory):
             _remove_abandoned(directory)
@@ -153,13 +148,16 @@ class SharedPool:
         return pool
 
     @classmethod
-    def _attach_shared(
-        cls, node_pool: PoolDirectory, member: int, num_parts: int, part_bytes: int, capacity_bytes: int
+    def attach_shared(
+        cls, node_pool: PoolDirectory, *, member: int, num_parts: int, part_bytes: int, capacity_bytes: int
     ) -> SharedPool:
-        """Find or create the slots of a pool that several engines share.
+        """Find or create the slots of a pool that several engines share. Arguments and errors as in `attach`.
 
         The first process allocates all memory. Other processes wait for the allocation. The header has no
         words for members, because the pool's directory counts the processes.
+
+        Args:
+            node_pool: this engine's membership in the pool.
         """
         path = node_pool.path / SLOTS
         with locked(path.parent.parent):
@@ -172,7 +170,13 @@ class SharedPool:
         fcntl.flock(pool._fd, fcntl.LOCK_EX)  # waits while another process allocates
         if not is_named(pool._fd, path):  # the other process had no memory, and has removed the file
             pool.close()
-            return cls._attach_shared(node_pool, member, num_parts, part_bytes, capacity_bytes)
+            return cls.attach_shared(
+                node_pool,
+                member=member,
+                num_parts=num_parts,
+                part_bytes=part_bytes,
+                capacity_bytes=capacity_bytes,
+            )
         try:
             pool._join(member, (0, num_parts), part_bytes)
             if not pool._header[_IS_ALLOCATED]:
