@@ -99,15 +99,9 @@ def convert(
         IncompleteError: required options are missing; nothing was written.
         TraceError: the recording is unusable.
     """
-    path = Path(place)
     if out is not None:
         check_regular("out", out)
-    if is_address(place):
-        kind = SOURCES.find(source or "kv_events")
-    elif path != STDIN and not path.exists():
-        raise ConfigError("source", place, "there is no such file; allowed: a file, -, or tcp://host:port")
-    else:
-        kind = SOURCES.find(source) if source is not None else kind_of(path)
+    kind = _kind_of(place, source)
     if isinstance(keys, KeptKeys) and not kind.has_ids:
         raise ConfigError("keep-ids", True, f"{kind.name} has no block ids to keep")
     stated = stated_header(Path(place)) if kind.has_ids else None
@@ -126,6 +120,16 @@ def convert(
         raise IncompleteError(made.name, [*further, *missing])
     requests = _Requests(made, place, skip_bad_lines, progress)
     return _write(requests, made, out, tokens)
+
+
+def _kind_of(place: str, source: str | None) -> type[Source]:
+    """Return the source by its name, or detect it: by the address, or by the first record of the file."""
+    path = Path(place)
+    if is_address(place):
+        return SOURCES.find(source or "kv_events")
+    if path != STDIN and not path.exists():
+        raise ConfigError("source", place, "there is no such file; allowed: a file, -, or tcp://host:port")
+    return SOURCES.find(source) if source is not None else kind_of(path)
 
 
 def example_out(place: str) -> str:
