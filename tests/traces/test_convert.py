@@ -727,7 +727,7 @@ def test_invalid_kv_events_are_named_or_skipped(tmp_path: Path, bad: Any, reason
 
 @pytest.fixture
 def publisher() -> Iterator[Callable[[list[tuple[int, Any]]], str]]:
-    """A publisher of numbered batches, like vLLM's."""
+    """A publisher of numbered batches, like vLLM's. A tuple of bytes is sent as a message of these parts."""
     zmq = pytest.importorskip("zmq", reason="the library pyzmq is not installed")
     over, threads = Event(), []
     context = zmq.Context()
@@ -745,8 +745,9 @@ def publisher() -> Iterator[Callable[[list[tuple[int, Any]]], str]]:
                         return
                 socket.recv()
                 for sequence, batch in batches:
-                    payload = msgspec.msgpack.encode(batch)
-                    socket.send_multipart([b"", sequence.to_bytes(8, "big"), payload])
+                    if not isinstance(batch, tuple):
+                        batch = (b"", sequence.to_bytes(8, "big"), msgspec.msgpack.encode(batch))
+                    socket.send_multipart(batch)
                 over.wait()
 
         threads.append(Thread(target=send))
@@ -771,6 +772,22 @@ def test_kv_events_live(publisher: Callable[[list[tuple[int, Any]]], str]) -> No
     assert received[0][1][0]["block_hashes"] == ["ff00"]
     assert received[1] == [2.0, [stored([5], None)]]
     assert lost == [2]
+
+
+SECOND = (1).to_bytes(8, "big")
+
+
+@pytest.mark.parametrize(
+    "message", [(b"status",), (b"", SECOND), (b"", SECOND, b"\xc1"), (b"", SECOND, b"\xd4\x05\x00")]
+)
+def test_a_message_of_another_publisher_is_a_bad_line(
+    tmp_path: Path, publisher: Callable[[list[tuple[int, Any]]], str], message: tuple[bytes, ...]
+) -> None:
+    """A message has three parts. The payload is MessagePack without extensions."""
+    address = publisher([(0, [1.0, [stored([5], None)]]), (1, message)])
+    with pytest.raises(TraceError) as error:
+        convert(address, tmp_path / "k.gap-2s.jsonl")
+    assert str(error.value) == f"{address}:2: line: not a batch of KV events: [seconds, [event, ...]]"
 
 
 def test_a_live_recording_ends_with_ctrl_c(

@@ -13,6 +13,9 @@ from kvoffload.errors import ConfigError
 
 _SCHEMES = ("tcp://", "ipc://", "inproc://")
 _POLL_MS = 200
+_NUM_PARTS = 3
+"""Parts of a message: topic, sequence number, payload."""
+_NO_BATCH = b"null"
 
 
 def is_address(text: str) -> bool:
@@ -22,6 +25,8 @@ def is_address(text: str) -> bool:
 
 def batches(address: str, lost: list[int]) -> Iterator[tuple[int, bytes]]:
     """Yield the batches of a publisher as JSON, numbered from 1, until Ctrl-C.
+
+    A message that is no batch, for instance of another program's publisher, is yielded as ``null``.
 
     Args:
         lost: a list with one number. The call increases the number by one for each lost batch, which is a
@@ -47,13 +52,14 @@ def batches(address: str, lost: list[int]) -> Iterator[tuple[int, bytes]]:
         while not over.is_set():
             if not socket.poll(_POLL_MS):
                 continue
-            _, sequence, payload = socket.recv_multipart()
-            received = int.from_bytes(sequence, "big")
-            if expected is not None and received > expected:
-                lost[0] += received - expected
-            expected = received + 1
             number += 1
-            yield number, msgspec.json.encode(_printable(msgspec.msgpack.decode(payload)))
+            batch, parts = _NO_BATCH, socket.recv_multipart()
+            if len(parts) == _NUM_PARTS and (batch := _as_json(parts[2])) != _NO_BATCH:
+                received = int.from_bytes(parts[1], "big")
+                if expected is not None and received > expected:
+                    lost[0] += received - expected
+                expected = received + 1
+            yield number, batch
 
 
 @contextmanager
@@ -68,6 +74,14 @@ def _until_interrupted() -> Iterator[Event]:
         yield over
     finally:
         signal(SIGINT, before)
+
+
+def _as_json(payload: bytes) -> bytes:
+    """Convert a payload from MessagePack to JSON. Returns `_NO_BATCH` if this is impossible."""
+    try:
+        return msgspec.json.encode(_printable(msgspec.msgpack.decode(payload)))
+    except (msgspec.MsgspecError, TypeError, ValueError, RecursionError):
+        return _NO_BATCH
 
 
 def _printable(value: object) -> object:
