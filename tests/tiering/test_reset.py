@@ -79,6 +79,24 @@ def test_a_load_that_ends_after_a_reset_has_dropped_it_is_no_hit() -> None:
     assert rig.manager.hit_blocks == [0, 0]
 
 
+def test_the_end_of_a_read_from_before_a_reset_does_not_end_the_wait_for_a_later_read() -> None:
+    """The lookup then answered HIT_PENDING without a time limit, as for a block that the engine computes."""
+    rig = Rig(immediate=False, deadline_s=1.0)
+    rig.below("a")
+    assert rig.ask("a", rig.begin("a")) == (0, RETRY)
+    rig.manager.reset()
+    rig.below("a")
+    ctx = rig.begin("a")
+    assert rig.ask("a", ctx) == (0, RETRY)
+    rig.tier.end(rig.tier.jobs[0])
+    rig.manager.poll()
+    assert rig.ask("a", ctx) == (0, RETRY)
+    rig.clock.now += 0.9
+    assert rig.ask("a", ctx) == (0, RETRY)
+    rig.clock.now += 0.9
+    assert rig.ask("a", ctx) == (0, MISS)
+
+
 def test_a_tier_that_hangs_leaves_the_others_time_to_drain(monkeypatch: pytest.MonkeyPatch) -> None:
     rig, now = Rig(tiers=3), 0.0
     waits: list[tuple[str, float]] = []

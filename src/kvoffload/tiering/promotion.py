@@ -44,7 +44,7 @@ class Promotion:
         timeouts = [lane.tier.probe_timeout_s for lane in stack.lanes]
         self._probe_timeout_s = min(stack.deadline_s, max(timeouts, default=0.0))
         self._num_reading = 0
-        self.promoting: dict[bytes, int] = {}
+        self.promoting: dict[bytes, tuple[int, StorePlan]] = {}
         self.asking: dict[RequestContext, TierWait] = {}
         self.ahead: dict[RequestContext, TierWait] = {}
         self.trusts_no_tier = False
@@ -105,7 +105,7 @@ class Promotion:
             return LookupResult.MISS
         for key in keys:
             if key in self.promoting:
-                wait.came_from[key] = self.promoting[key]
+                wait.came_from[key], _ = self.promoting[key]
         return LookupResult.RETRY
 
     def awaits_probe(self, key: bytes, wait: TierWait) -> bool:
@@ -121,7 +121,9 @@ class Promotion:
         self._num_reading -= len(plan.keys)
         lane.end_read(result, stack.clock())
         for key in plan.keys:
-            self.promoting.pop(key, None)
+            # After a reset, a later read of the block may be in flight.
+            if key in self.promoting and self.promoting[key][1] is plan:
+                del self.promoting[key]
         read, lost = plan, None
         if not ok.all():
             read, lost = plan.split([np.flatnonzero(ok), np.flatnonzero(~ok)])
@@ -244,7 +246,7 @@ class Promotion:
                 continue
             lane.jobs[job] = LaneJob(share, self._stack.clock())
             lane.num_reading += len(share.keys)
-            self.promoting.update(dict.fromkeys(share.keys, row + 1))
+            self.promoting.update(dict.fromkeys(share.keys, (row + 1, share)))
 
     def _read_ahead(self) -> None:
         """Start reads for the oldest request in `ahead`, and remove the request from `ahead`.
@@ -258,7 +260,7 @@ class Promotion:
         if len(path):
             trial = TierWait(wait.records, left_out=wait.left_out)
             self.begin(path, ctx, trial, self._stack.max_in_flight)
-            promoted = {key: self.promoting[key] for key in path if key in self.promoting}
+            promoted = {key: self.promoting[key][0] for key in path if key in self.promoting}
             wait.came_from.update(promoted)
             counts.read_ahead += len(promoted)
             counts.no_room, counts.not_worth = before
