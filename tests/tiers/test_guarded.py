@@ -216,6 +216,18 @@ def test_blocks_from_before_a_reset_that_failed_are_not_served() -> None:
     assert guard.contains(keys("b")).all()
 
 
+def test_a_reset_that_failed_is_repeated_when_the_tier_closes() -> None:
+    """If no call came between reset and close, a later process found blocks from before the reset."""
+    guard, tier, _ = guarded(immediate=True)
+    tier.blocks[b"a"] = b"a" * BLOCK_BYTES
+    tier.on_call = Raises("clear")
+    guard.clear()
+    tier.on_call = Raises()
+    guard.close()
+    assert tier.closed
+    assert tier.blocks == {}
+
+
 @pytest.mark.parametrize("wrong", ["another job", "another length"])
 def test_impossible_results_are_failures(wrong: str, caplog: pytest.LogCaptureFixture) -> None:
     guard, tier, _ = guarded()

@@ -63,8 +63,8 @@ class GuardedTier(SharedTier, GroupedTier):
       their rows.
     - If `submit_read`, `submit_write` or `submit_probe` returns something else than a new job number, the
       guard closes the tier in the same way, but without the wait.
-    - If `clear` raises, the tier may still have blocks from before the reset. The guard then repeats `clear`.
-      Until it succeeds, the guard finds, reads and writes no blocks.
+    - If `clear` raises, the tier may still have blocks from before the reset. The guard then repeats `clear`,
+      for the last time in `close`. Until it succeeds, the guard finds, reads and writes no blocks.
 
     Args:
         tier: any tier. The guard owns it from now on.
@@ -231,6 +231,8 @@ class GuardedTier(SharedTier, GroupedTier):
 
     def close(self) -> None:
         if not self._is_closed:
+            if self._must_clear:
+                self._try_clear()  # last chance: a later process would find blocks from before the reset
             self._is_closed = True
             self._call("close", None, self.inner.close)
 
