@@ -249,3 +249,24 @@ def test_a_reset_logs_the_tiers_that_it_does_not_reach(
         rig.manager.reset_cache()
     assert "this reset does not reach /nvme1/kv" in caplog.text
     rig.close()
+
+
+def test_a_reset_logs_the_tiers_that_have_not_confirmed_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing was logged, although old blocks could be served after a restart."""
+    rig = World(tmp_path, 6, tier_deadline_s=0.1)
+    sound, failed = (ScriptedTier(4096, name=name) for name in ("sound", "failed"))
+    rig.put_behind(sound, failed)
+
+    def fail(method: str) -> None:
+        if method == "clear":
+            raise OSError("no such device")
+
+    failed.on_call = fail
+    with caplog.at_level("ERROR", "vllm.kvoffload"):
+        rig.manager.reset_cache()
+    assert "the tier failed has not confirmed this reset in 0.1 s" in caplog.text
+    assert "the tier sound" not in caplog.text
+    assert not rig.manager.broken
+    rig.close()

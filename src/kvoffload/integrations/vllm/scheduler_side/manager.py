@@ -700,8 +700,14 @@ class KVOffloadManager(OffloadingManager):
         is_alone = self._node_pool is None and self._tiered is None
         self.core.reset(drop_in_flight=is_alone)
         self._dropped = [] if is_alone else self._dropped + plans
-        if self._tiered is not None:
-            self._tiered.drain(self.options.tier_deadline_s)
+        if self._tiered is not None and not self._tiered.drain(self.options.tier_deadline_s):
+            for lane in self._tiered.lanes:
+                if not lane.tier.drain(0.0):
+                    logger.error(
+                        "kvoffload: the tier %s has not confirmed this reset in %g s; until it does, its old "
+                        "blocks may be served to other engines, and after a restart to this engine",
+                        lane.tier.name, self.options.tier_deadline_s,
+                    )  # fmt: skip
         if self.what_if is not None:
             self.what_if.reset()
         self._events.reset(self.core)
