@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvoffload
-from kvoffload import ConfigError, KVCache, KVLayout, MisuseError
+from kvoffload import ConfigError, KVCache, KVLayout, MisuseError, ReuseAdmission
 from kvoffload.cache.key_chain import KeyChain, fingerprint
 from support.disk_blocks import slab_in
 from support.timeouts import HANGS_S
@@ -269,6 +269,10 @@ def test_all_wrong_options_are_reported_at_once() -> None:
             admission="reus",
             deadline_s=0,
         )  # type: ignore[arg-type]
+    with pytest.raises(
+        ConfigError, match=r"(?s)policy: 'lur'.*admission: 8 is invalid; its keys must have 32 bytes"
+    ):
+        kvoffload.open(model="m", layout=layout_of(), policy="lur", admission=ReuseAdmission(8, 2))
     with pytest.raises(ConfigError, match="ram: 5 is invalid; allowed: 384 bytes or more"):
         kvoffload.open(model="m", layout=layout_of(), ram=5)
     with pytest.raises(TypeError, match="model"):

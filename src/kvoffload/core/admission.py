@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Annotated, ClassVar, TypeAlias
 
+from kvoffload.errors import ConfigError
 from kvoffload.settings.registry import Registry
 from kvoffload.structures.jit import BoolArray
 from kvoffload.structures.keys import Keys
@@ -111,8 +112,10 @@ def create_admission(
     """Create the rule for one cache from a name with parameters, or from a class.
 
     Returns an instance unchanged. Returns None if the rule would admit every block. Raises `ConfigError` for
-    an unknown name.
+    an unknown name, and for a rule whose keys have another length.
     """
-    if rule is None or isinstance(rule, Admission):
-        return rule
-    return ADMISSIONS.find(rule).for_cache(key_bytes, capacity_blocks)
+    if rule is not None and not isinstance(rule, Admission):
+        rule = ADMISSIONS.find(rule).for_cache(key_bytes, capacity_blocks)
+    if rule is not None and rule.key_bytes not in (None, key_bytes):
+        raise ConfigError("admission", rule.key_bytes, f"its keys must have {key_bytes} bytes")
+    return rule

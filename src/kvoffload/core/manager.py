@@ -123,8 +123,6 @@ class OffloadingManager:
         self.index = Index(capacity_blocks, key_bytes).populate()
         self.policy = POLICIES.find(policy)(self.index)
         self.admission = create_admission(admission, key_bytes, capacity_blocks)
-        if self.admission is not None and self.admission.key_bytes not in (None, key_bytes):
-            raise ConfigError("admission", self.admission.key_bytes, f"its keys must have {key_bytes} bytes")
         if store not in STORES:
             raise ConfigError("store", store, f"allowed: {', '.join(STORES)}")
         self.policy_may_refuse, self.refuses_unasked = self.policy.refuses, True
