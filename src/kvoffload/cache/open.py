@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from kvoffload.cache.cache import KVCache
 from kvoffload.cache.jobs import Jobs
@@ -23,7 +23,7 @@ from kvoffload.settings.read import Duration, Positive, convert
 from kvoffload.structures.index import Index
 from kvoffload.tiering.tiered_manager import TieredManager
 from kvoffload.tiers.memory import MemoryTier
-from kvoffload.tiers.spec import TierOwner, open_tiers, parse_tiers
+from kvoffload.tiers.spec import TierOptions, TierOwner, open_tiers, parse_tiers
 
 TierText: TypeAlias = str | Mapping[str, Any]
 
@@ -63,37 +63,13 @@ def open(
         ConfigError: all problems at once.
         UnavailableError: a tier or the shared pool cannot be used now.
     """
-    problems = Problems("open")
-    with problems:
-        if not isinstance(model, str) or not model.strip():
-            raise ConfigError("model", model or None, "give a text that names weights, revision and settings")
-    with problems:
-        if not isinstance(layout, KVLayout):
-            raise ConfigError(
-                "layout", layout, f"allowed: a KVLayout{_GROUPS if _is_several(layout) else ''}"
-            )
-    with problems:
-        in_ram: RamOptions = convert("ram", ram, Ram)
-    with problems:
-        options = parse_tiers("tiers", tiers)
-    with problems:
-        policy_class = POLICIES.find(policy)
-    with problems:
-        create_admission(admission, KEY_BYTES, 1)
-    with problems:
-        deadline_s = convert("deadline_s", deadline_s, Duration)
-    with problems:
-        if recompute_tokens_per_s is not None:
-            recompute_tokens_per_s = convert("recompute_tokens_per_s", recompute_tokens_per_s, Positive)
-    with problems:
-        if not problems.found and in_ram.shared:
-            NodeManager.check_policy(policy_class(Index(1, KEY_BYTES)))
-    problems.check()
+    options = _checked(model, layout, ram, tiers, policy, admission, deadline_s, recompute_tokens_per_s)
+    in_ram, tokens_per_s = options.ram, options.recompute_tokens_per_s
     if (blocks := in_ram.size // layout.block_bytes) < 1:
         raise ConfigError("ram", ram, f"allowed: {layout.block_bytes:,} bytes or more, the size of a block")
     producer = fingerprint(model, layout.describe())
     with ExitStack() as undo:
-        opened = open_tiers(options, TierOwner(layout.block_bytes, KEY_BYTES, producer))
+        opened = open_tiers(options.tiers, TierOwner(layout.block_bytes, KEY_BYTES, producer))
         for tier in opened:
             undo.callback(tier.close)
         close_ram = undo.enter_context(ExitStack())
@@ -113,14 +89,64 @@ def open(
             key_bytes=KEY_BYTES,
             policy=policy,
             admission=admission,
-            deadline_s=deadline_s,
+            deadline_s=options.deadline_s,
             explain_misses=True,
-            recompute_s_per_block=recompute_tokens_per_s and layout.block_tokens / recompute_tokens_per_s,
+            recompute_s_per_block=tokens_per_s and layout.block_tokens / tokens_per_s,
             make_ram_manager=make_ram_manager,
         )
-        cache = KVCache(Jobs(manager, memory, layout.block_tokens, close_ram.close), layout, deadline_s)
+        jobs = Jobs(manager, memory, layout.block_tokens, close_ram.close)
+        cache = KVCache(jobs, layout, options.deadline_s)
         undo.pop_all()
     return cache
+
+
+class _Options(NamedTuple):
+    """The checked and converted options of `open`."""
+
+    ram: RamOptions
+    tiers: Sequence[TierOptions]
+    deadline_s: float
+    recompute_tokens_per_s: float | None
+
+
+def _checked(
+    model: str,
+    layout: KVLayout,
+    ram: str | int | Mapping[str, Any],
+    tiers: str | Iterable[TierText],
+    policy: str | type[EvictionPolicy],
+    admission: str | Admission,
+    deadline_s: float,
+    recompute_tokens_per_s: float | None,
+) -> _Options:
+    """Check the arguments of `open`. Raises `ConfigError` with all problems at once."""
+    problems = Problems("open")
+    with problems:
+        if not isinstance(model, str) or not model.strip():
+            raise ConfigError("model", model or None, "give a text that names weights, revision and settings")
+    with problems:
+        if not isinstance(layout, KVLayout):
+            raise ConfigError(
+                "layout", layout, f"allowed: a KVLayout{_GROUPS if _is_several(layout) else ''}"
+            )
+    with problems:
+        in_ram: RamOptions = convert("ram", ram, Ram)
+    with problems:
+        behind = parse_tiers("tiers", tiers)
+    with problems:
+        policy_class = POLICIES.find(policy)
+    with problems:
+        create_admission(admission, KEY_BYTES, 1)
+    with problems:
+        deadline_s = convert("deadline_s", deadline_s, Duration)
+    with problems:
+        if recompute_tokens_per_s is not None:
+            recompute_tokens_per_s = convert("recompute_tokens_per_s", recompute_tokens_per_s, Positive)
+    with problems:
+        if not problems.found and in_ram.shared:
+            NodeManager.check_policy(policy_class(Index(1, KEY_BYTES)))
+    problems.check()
+    return _Options(in_ram, behind, deadline_s, recompute_tokens_per_s)
 
 
 def _own_memory(ram: object, num_blocks: int, block_bytes: int) -> MemoryTier:
