@@ -725,6 +725,44 @@ def test_invalid_kv_events_are_named_or_skipped(tmp_path: Path, bad: Any, reason
     assert converted(path, "k.gap-2s.jsonl", skip_bad_lines=True)[1].skipped_lines == 1
 
 
+@pytest.mark.parametrize(
+    "bad",
+    [
+        pytest.param(
+            [stored(["z"], None), stored(["g"], "b"), stored([8], 9), stored([9], 8)], id="last event"
+        ),
+        pytest.param(
+            [removed("b"), {"type": "AllBlocksCleared"}, stored([8], 9), stored([9], 8)], id="removed"
+        ),
+        pytest.param([stored(["c", "a"], "b")], id="own request"),
+        pytest.param([stored(["c"], "b"), stored(["d", "a"], "c")], id="own request, continued"),
+    ],
+)
+def test_a_bad_batch_of_kv_events_changes_nothing(tmp_path: Path, bad: list[Any]) -> None:
+    """Regression: the events before the bad event were applied, and the batch ended older requests."""
+    rest = [[101.0, [stored(["c", "d"], "b")], 0], [101.5, [stored(["e"], "d")], 0]]
+    without, _ = converted(write(tmp_path / "good.jsonl", [EVENTS[0], *rest]), "good.gap-2s.jsonl")
+    path = write(tmp_path / "in.jsonl", [EVENTS[0], [999.0, bad, 0], [101.0, bad, 0], *rest])
+    trace, done = converted(path, "k.gap-2s.jsonl", skip_bad_lines=True)
+    assert done.skipped_lines == 2
+    assert chains(trace) == chains(without)
+    assert trace.timestamps_ms.tolist() == without.timestamps_ms.tolist()
+    assert trace.output_tokens.tolist() == without.output_tokens.tolist()
+    assert not any("before the recording" in remark for remark in done.remarks)
+
+
+def test_a_cycle_of_kv_events_over_several_batches_is_a_bad_line(tmp_path: Path) -> None:
+    """Regression: the conversion never ended if a block got another parent."""
+    records = [
+        [1.0, [stored(["a", "b", "c"], None)]],
+        [1.1, [stored(["b"], "z")]],
+        [1.2, [stored(["z"], "c")]],
+        [1.3, [stored(["x"], "c")]],
+    ]
+    with pytest.raises(TraceError, match=r":4: field events: block c is its own ancestor"):
+        converted(write(tmp_path / "in.jsonl", records), "k.gap-2s.jsonl")
+
+
 @pytest.fixture
 def publisher() -> Iterator[Callable[[list[tuple[int, Any]]], str]]:
     """A publisher of numbered batches, like vLLM's. A tuple of bytes is sent as a message of these parts."""

@@ -75,6 +75,7 @@ class KVEvents(Source):
         if isinstance(time_s, bool) or not isinstance(time_s, (int, float)) or not isinstance(events, list):
             raise BadLineError("line: not a batch of KV events: [seconds, [event, ...]]")
         counted = [(kind, event) for kind, event in map(_event, events) if self._counts(kind, event)]
+        self._check_chains(time_s - self.gap_s, rank, counted)
         self._close_before(time_s - self.gap_s)
         for kind, event in counted:
             if kind == "AllBlocksCleared":
@@ -115,13 +116,36 @@ class KVEvents(Source):
             raise BadLineError(f"field block_size: {size}, not {tokens}; --block-tokens {size} would fit")
         return kind in ("BlockStored", "BlockRemoved") and bool(event["block_hashes"])
 
+    def _check_chains(
+        self, closed_before_s: float, rank: Any, events: list[tuple[str, dict[str, Any]]]
+    ) -> None:
+        """Raise `BadLineError` if an event of the batch would make a block its own ancestor.
+
+        Runs before the first event is applied, so that a bad batch changes nothing. Blocks that the batch
+        removes still count as ancestors.
+        """
+        parents: dict[Any, Any] = {}
+        # The chains of open requests by last block, in parts; None: the request has other blocks by now.
+        chains: dict[Any, list[dict[Any, None]] | None] = {}
+        for hashes, parent in (
+            (event["block_hashes"], event.get("parent_block_hash"))
+            for kind, event in events
+            if kind == "BlockStored"
+        ):
+            parts = chains.get(parent)
+            if parent not in chains and (request := self._open.get((rank, parent))) is not None:
+                parts = [request.chain] if request.last_s >= closed_before_s else None
+            if parts is None:
+                parts = [self._path(rank, parent, parents)[0]]
+            for block_hash in hashes:
+                if any(block_hash in part for part in parts):
+                    raise BadLineError(f"field events: block {block_hash} is its own ancestor")
+            parents |= zip(hashes, [parent, *hashes], strict=False)
+            chains |= {parent: None, hashes[-1]: [*parts, dict.fromkeys(hashes)]}
+
     def _store(self, time_s: float, rank: Any, hashes: list[Any], parent: Any) -> None:
         request = self._open.get((rank, parent)) if parent is not None else None
         chain = self._ancestors(rank, parent) if request is None else request.chain
-        # Checked, because otherwise a block could be its own ancestor.
-        for block_hash in hashes:
-            if block_hash in chain:
-                raise BadLineError(f"field events: block {block_hash} is its own ancestor")
         chain |= dict.fromkeys(hashes)
         if request is None:
             request = _Open(time_s, time_s, chain, len(chain))
@@ -141,14 +165,31 @@ class KVEvents(Source):
 
     def _ancestors(self, rank: Any, block_hash: Any) -> dict[Any, None]:
         """Return the chain of blocks from the first block of the prompt to this block."""
-        chain: list[Any] = []
+        path, is_known = self._path(rank, block_hash, {})
+        self._num_unknown += not is_known
+        return dict.fromkeys(reversed(path))
+
+    def _path(self, rank: Any, block_hash: Any, newer: dict[Any, Any]) -> tuple[dict[Any, None], bool]:
+        """Return this block and its ancestors, last block first; and True if the first block is known.
+
+        Args:
+            newer: parents that come before the recorded parents.
+
+        Raises:
+            BadLineError: a block is its own ancestor.
+        """
+        path: dict[Any, None] = {}
         while block_hash is not None:
-            chain.append(block_hash)
-            if (rank, block_hash) not in self._parents:
-                self._num_unknown += 1
-                break
-            block_hash = self._parents[rank, block_hash]
-        return dict.fromkeys(chain[::-1])
+            if block_hash in path:
+                raise BadLineError(f"field events: block {block_hash} is its own ancestor")
+            path[block_hash] = None
+            if block_hash in newer:
+                block_hash = newer[block_hash]
+            elif (rank, block_hash) in self._parents:
+                block_hash = self._parents[rank, block_hash]
+            else:
+                return path, False
+        return path, True
 
     def _close_before(self, time_s: float) -> None:
         while self._open:
