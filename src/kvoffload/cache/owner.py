@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -36,6 +37,21 @@ class Limit:
     def left_s(self) -> float:
         """Return the seconds that are left, or 0."""
         return max(0.0, self._until - time.monotonic())
+
+
+@dataclass(frozen=True)
+class _Call(Generic[T]):
+    """A job that a caller passes to the owner.
+
+    Attributes:
+        on_end: called with the job's task, in the owner's thread.
+        claim: called in the owner's thread before the job begins. If it returns False, the job does not run.
+    """
+
+    job: Coroutine[Any, Any, T]
+    limit: Limit
+    on_end: Callable[[asyncio.Task[T]], None]
+    claim: Callable[[], bool] = lambda: True
 
 
 class Owner:
@@ -67,7 +83,7 @@ class Owner:
         """Run a job and return its result. Raises `MisuseError` after `close`, and in a forked child."""
         ended = _Ended[T]()
         try:
-            self._start(job, limit, ended.put, ended.claim)
+            self._start(_Call(job, limit, ended.put, ended.claim))
             ended.wait()
         except BaseException:
             if ended.claim():  # the job has not begun, and will not
@@ -86,7 +102,7 @@ class Owner:
             with suppress(RuntimeError):  # the caller's loop is closed
                 loop.call_soon_threadsafe(ended.set_result, task)
 
-        self._start(job, limit, end)
+        self._start(_Call(job, limit, end))
         try:
             await asyncio.shield(ended)
         except asyncio.CancelledError:
@@ -110,7 +126,7 @@ class Owner:
             self._is_closed = True
             for running in [*self._limits]:
                 running.stop()
-            self._loop.call_soon_threadsafe(self._begin, last, limit, ended.put)
+            self._loop.call_soon_threadsafe(self._begin, _Call(last, limit, ended.put))
         try:
             try:
                 ended.wait()
@@ -125,49 +141,32 @@ class Owner:
 
     # ---- private
 
-    def _start(
-        self,
-        job: Coroutine[Any, Any, T],
-        limit: Limit,
-        on_end: Callable[[asyncio.Task[T]], None],
-        claim: Callable[[], bool] = lambda: True,
-    ) -> None:
-        """Begin a job.
-
-        Args:
-            on_end: called with the job's task, in the owner's thread.
-            claim: called in the owner's thread before the job begins. If it returns False, the job does not
-                run.
-        """
+    def _start(self, call: _Call[Any]) -> None:
+        """Begin a job. Raises `MisuseError` after `close`, and in a forked child."""
+        job = call.job
         if self._is_elsewhere:  # before the lock, which a thread of the parent may have held at the fork
             job.close()
             raise MisuseError("this cache was opened in another process")
         with self._lock:
             if not self._is_closed:
-                self._limits.add(limit)
+                self._limits.add(call.limit)
                 with suppress(RuntimeError):  # a signal handler has closed the loop
-                    self._loop.call_soon_threadsafe(self._begin, job, limit, on_end, claim)
+                    self._loop.call_soon_threadsafe(self._begin, call)
             # A signal handler that has closed the cache since the lock was taken has also ended all jobs.
             if self._is_closed and inspect.getcoroutinestate(job) == inspect.CORO_CREATED:
                 job.close()
                 raise MisuseError("this cache is closed")
 
-    def _begin(
-        self,
-        job: Coroutine[Any, Any, T],
-        limit: Limit,
-        on_end: Callable[[asyncio.Task[T]], None],
-        claim: Callable[[], bool] = lambda: True,
-    ) -> None:
-        def end(task: asyncio.Task[T]) -> None:
-            self._limits.discard(limit)
+    def _begin(self, call: _Call[Any]) -> None:
+        def end(task: asyncio.Task[Any]) -> None:
+            self._limits.discard(call.limit)
             task.exception()  # else asyncio logs the exception of an interrupted call
-            on_end(task)
+            call.on_end(task)
 
-        if claim():
-            self._loop.create_task(job).add_done_callback(end)
+        if call.claim():
+            self._loop.create_task(call.job).add_done_callback(end)
         else:
-            self._limits.discard(limit)
+            self._limits.discard(call.limit)
 
     @property
     def _is_elsewhere(self) -> bool:
