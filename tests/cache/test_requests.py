@@ -392,6 +392,26 @@ def test_a_finished_request_and_a_closed_cache_refuse_calls() -> None:
         cache.stats()
 
 
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_appended_blocks_are_used_if_they_are_stored_or_loaded(is_stored: bool) -> None:
+    """`finish` alone reports no use of blocks that were appended after the last load or store."""
+    engine, tokens = TokenEngine(layout_of()), [*range(4 * T)]
+    with opened(blocks=6) as cache:
+        serve(cache, engine, tokens, [*range(4)])
+        serve(cache, engine, [*range(100, 100 + 2 * T)], [0, 1])
+        engine.clear()
+        with cache.request(tokens[: 2 * T]) as request:
+            request.load_into(engine.kv, [*range(4)])
+            request.extend(tokens[2 * T :])
+            if is_stored:
+                place = engine.where([*range(4)])
+                engine.compute(tokens, place)
+                assert request.store_from(engine.kv, **place, num_tokens=4 * T) == 0, "RAM has all blocks"
+        serve(cache, engine, [*range(200, 200 + 2 * T)], [0, 1])
+        with cache.request(tokens) as request:
+            assert request.load_into(engine.kv, [*range(4)]) == (4 * T - 1 if is_stored else 2 * T)
+
+
 def test_an_exception_in_the_block_finishes_the_request() -> None:
     engine = TokenEngine(layout_of())
     with opened() as cache:

@@ -92,7 +92,11 @@ class KVRequest:
         return self._usable(await self._owner.run_async(job, limit), present)
 
     def extend(self, token_ids: Tokens) -> None:
-        """Append generated tokens. If the request was created with `keys`, append further keys instead."""
+        """Append generated tokens. If the request was created with `keys`, append further keys instead.
+
+        The policies learn of the appended blocks from the next `store_from` or `load_into`, not from
+        `finish`: a block that is neither stored nor loaded was not used.
+        """
         before = self._chain.num_tokens
         self._chain.extend(token_ids)
         if self._chain.num_tokens > before:
