@@ -21,11 +21,11 @@ import numpy as np
 import pytest
 
 from kvoffload.core.plans import LookupResult
-from kvoffload.errors import ConfigError
+from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.integrations.vllm.scheduler_side.verification import Checks, Verifier
 from kvoffload.integrations.vllm.shared import first_touch
 from kvoffload.integrations.vllm.shared.pool import DIFFERENT, EQUAL, FINDING, SharedPool, promised_bytes
-from kvoffload.node.pool_directory import SHARED_MEMORY, PoolDirectory, locked
+from kvoffload.node.pool_directory import SHARED_MEMORY, SLOTS, PoolDirectory, locked
 from kvoffload.structures.keys import Keys
 from support.letters import keys, make, store
 from support.timeouts import HANGS_S
@@ -508,6 +508,34 @@ def test_engines_that_audit_one_slot_keep_their_findings(
         pool.close()
     for engine in members:
         engine.close()
+
+
+def test_a_stopped_process_does_not_stop_the_start_of_other_engines(
+    attach: Callable[..., SharedPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the start waited without a limit for the process that allocates the memory."""
+    monkeypatch.setattr("kvoffload.integrations.vllm.shared.pool.ALLOCATION_S", 0.0)
+    first, second = (member_of(tmp_path, name) for name in ("one", "two"))
+    attach(0, node_pool=first).close()
+    slots = first.path / SLOTS
+    if (child := os.fork()) == 0:
+        fcntl.flock(os.open(slots, os.O_RDWR), fcntl.LOCK_EX)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(0)
+    assert os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1])
+    try:
+        with pytest.raises(UnavailableError) as error:
+            attach(0, node_pool=second)
+    finally:
+        os.kill(child, signal.SIGCONT)
+        assert os.waitpid(child, 0)[1] == 0
+    assert str(error.value) == (
+        f"ram: '{slots}' cannot be used now: process {child}, which is stopped (continue: kill -CONT {child}; "
+        f"end: kill -KILL {child}), has held the lock of this file for too long"
+    )
+    attach(0, node_pool=second).close()
+    for member in (first, second):
+        member.close()
 
 
 def test_no_pool_remains_in_shared_memory() -> None:

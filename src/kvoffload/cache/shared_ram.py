@@ -21,6 +21,7 @@ from kvoffload.core.policy import EvictionPolicy
 from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.node.mutex import check_platform
 from kvoffload.node.pool_directory import (
+    ALLOCATION_S,
     FACTS,
     SHARED_MEMORY,
     SLOTS,
@@ -37,8 +38,6 @@ _FORMAT = 1
 """Version of the file `SLOTS`. Increment it with every change of the file's layout."""
 _MAGIC = 0x6B766F66_736C6F74
 _STEP_BYTES = 256 * 1024 * 1024
-_PATIENCE_S = 600.0
-"""Longest time to wait until another process has allocated the memory, in seconds."""
 _log = logging.getLogger(__name__)
 
 
@@ -92,7 +91,7 @@ def shared_memory_tier(pool: PoolDirectory, num_slots: int, block_bytes: int) ->
     path = pool.path / SLOTS
     fd = open_own(path, os.O_RDWR | os.O_CREAT)
     try:
-        wait_for_lock(fd, path, time.monotonic() + _PATIENCE_S)
+        wait_for_lock(fd, path, time.monotonic() + ALLOCATION_S)
         if os.fstat(fd).st_size != num_bytes or os.pread(fd, len(facts), 0) != facts:
             _make(pool, fd, facts, num_bytes)
         mapping = mmap.mmap(fd, num_bytes)

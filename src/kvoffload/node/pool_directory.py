@@ -59,6 +59,8 @@ _NUM_WORDS = _FIRST_RECORD + MAX_MEMBERS * _RECORD_WORDS
 _NUM_BYTES = -(-8 * _NUM_WORDS // mmap.PAGESIZE) * mmap.PAGESIZE
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 LOCK_PATIENCE_S = 30.0
+ALLOCATION_S = 600.0
+"""Longest wait for another process that allocates the memory of the slots, in seconds."""
 logger = logging.getLogger("kvoffload.node")
 
 
@@ -404,9 +406,28 @@ def wait_for_lock(fd: int, path: Path, until: float) -> None:
             return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() >= until:
-                why = "another process has held this lock for too long; is it stopped?"
+                why = f"{_holder_of(fd)} has held the lock of this file for too long"
                 raise UnavailableError("ram", str(path), why) from None
             time.sleep(0.002)
+
+
+def _holder_of(fd: int) -> str:
+    """Describe the process that has locked a file: ``process 17, which is stopped (kill -CONT 17),``."""
+    file, pid = os.fstat(fd), 0
+    place = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}:{file.st_ino}"
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            # 1: FLOCK  ADVISORY  WRITE 17 00:1a:5678 0 EOF; waiting processes have -> after the number
+            fields = line.split()
+            if fields[1] == "FLOCK" and fields[5] == place:
+                pid = int(fields[4])
+    if pid <= 0:  # unknown, or in another container
+        return "another process"
+    with contextlib.suppress(OSError, IndexError):
+        # The state follows the name, which is in parentheses and may contain spaces.
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt":
+            return f"process {pid}, which is stopped (continue: kill -CONT {pid}; end: kill -KILL {pid}),"
+    return f"process {pid}"
 
 
 # ---- the members file

@@ -28,7 +28,15 @@ import numpy.typing as npt
 from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.integrations.vllm.shared import first_touch
 from kvoffload.node.keeper import is_named
-from kvoffload.node.pool_directory import SHARED_MEMORY, SLOTS, PoolDirectory, locked, open_own
+from kvoffload.node.pool_directory import (
+    ALLOCATION_S,
+    SHARED_MEMORY,
+    SLOTS,
+    PoolDirectory,
+    locked,
+    open_own,
+    wait_for_lock,
+)
 from kvoffload.structures.index import MAX_POSITIONS
 from kvoffload.text import size
 from kvoffload.tiers.contract import Checksums, Mask, block_checksums
@@ -153,11 +161,13 @@ class SharedPool:
     ) -> SharedPool:
         """Find or create the slots of a pool that several engines share. Arguments and errors as in `attach`.
 
-        The first process allocates all memory. Other processes wait for the allocation. The header has no
-        words for members, because the pool's directory counts the processes.
+        The first process allocates all memory. Other processes wait for the allocation, up to `ALLOCATION_S`
+        seconds. The header has no words for members, because the pool's directory counts the processes.
 
         Args:
             node_pool: this engine's membership in the pool.
+
+        Raises: `UnavailableError` if another process holds the file's lock for longer.
         """
         path = node_pool.path / SLOTS
         with locked(path.parent.parent):
@@ -167,7 +177,11 @@ class SharedPool:
                 pool = cls._make(
                     path, (_slots_for(capacity_bytes, num_parts, part_bytes), part_bytes, num_parts), 0
                 )
-        fcntl.flock(pool._fd, fcntl.LOCK_EX)  # waits while another process allocates
+        try:
+            wait_for_lock(pool._fd, path, time.monotonic() + ALLOCATION_S)  # another process allocates
+        except UnavailableError:
+            pool.close()
+            raise
         if not is_named(pool._fd, path):  # the other process had no memory, and has removed the file
             pool.close()
             return cls.attach_shared(
