@@ -530,8 +530,8 @@ def test_a_stopped_process_does_not_stop_the_start_of_other_engines(
         os.kill(child, signal.SIGCONT)
         assert os.waitpid(child, 0)[1] == 0
     assert str(error.value) == (
-        f"ram: '{slots}' cannot be used now: process {child}, which is stopped (continue: kill -CONT {child}; "
-        f"end: kill -KILL {child}), has held the lock of this file for too long"
+        f"ram: '{slots}' cannot be used now: process {child}, which is stopped (continue: kill -CONT "
+        f"{child}; end: kill -KILL {child}), has held the lock of this file for too long"
     )
     attach(0, node_pool=second).close()
     for member in (first, second):

@@ -11,6 +11,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.metrics.families import TIER, VLLM_PREFIX
 from kvoffload.metrics.fetch import fetch
 from kvoffload.metrics.scrape import Sample, samples
+from kvoffload.settings.paths import expanded
 
 GPU, RAM, TIERS = "gpu", "ram", "tiers"
 PLACES = (GPU, RAM, TIERS)
@@ -146,7 +147,7 @@ def _whole(sample: Sample, label: str) -> int:
 
 
 def _text(option: str, source: str) -> str:
-    path = Path(source)
+    path = Path(expanded(option, source))
     try:
         if "://" not in source and (path.exists() or ":" not in source):
             return path.read_text(errors="replace")

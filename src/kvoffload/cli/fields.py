@@ -21,6 +21,7 @@ import click
 
 from kvoffload.errors import Problems
 from kvoffload.settings.layers import SHARED, gathered
+from kvoffload.settings.paths import expanded
 from kvoffload.settings.read import Duration, OneOf, Size, convert, parser_of, without_none
 from kvoffload.tiers.spec import NO_TIERS, parse_tiers
 
@@ -31,6 +32,17 @@ CONFIG = "kvoffload.settings.read"
 """Key of the ``--config`` file in a command's click context."""
 
 _METAVARS = {int: "N", float: "X", Size: "SIZE", Duration: "TIME"}
+
+
+class PathType(click.Path):
+    """A path on the command line. A shell does not expand the ``~`` of ``--output=~/x``."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        field = "" if param is None or param.name is None else param.name.replace("_", "-")
+        return super().convert(expanded(field, str(value)), param, ctx)
 
 
 def option(default: Any = dataclasses.MISSING, help: str | None = None, *flags: str, **details: Any) -> Any:
@@ -134,7 +146,7 @@ def _parameter(declared: dataclasses.Field[Any], hint: Any) -> Callable[[Command
     details = {name: value for name, value in declared.metadata.items() if name not in ("flags", "setting")}
     plain, default = without_none(hint), declared.default
     if plain is Path:
-        details["type"] = click.Path(path_type=Path)
+        details["type"] = PathType()
     if default is dataclasses.MISSING:
         details.setdefault("required", True)
     else:
@@ -182,7 +194,7 @@ def _config_option(settings: dict[str, str]) -> Callable[[Command], Command]:
 
     return click.option(
         "--config",
-        type=click.Path(path_type=Path),
+        type=PathType(),
         is_eager=True,
         expose_value=False,
         callback=set_defaults,

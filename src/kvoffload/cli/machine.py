@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvoffload.settings.paths import expanded
 from kvoffload.simulate.classes import CLASSES, parse_class
 from kvoffload.simulate.machine import Machine, read_machine
 
@@ -19,5 +20,5 @@ def find_machine(text: str, gpus: int = 1) -> Machine:
 
     Raises `ConfigError`.
     """
-    path = Path(text)
+    path = Path(expanded("machine", text))
     return read_machine(path) if path.exists() or path.suffix == ".json" else parse_class(text, gpus)

@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 import click
 
 from kvoffload.cli.beside_optimum import beside_optimum
-from kvoffload.cli.fields import argument, options_of
+from kvoffload.cli.fields import PathType, argument, options_of
 from kvoffload.cli.options import FormatOptions, QuietOptions, ReadOptions, warn
 from kvoffload.cli.output import Terminal, check_output, progress_bar, terminal_table
 from kvoffload.cli.trace_convert import convert
@@ -58,9 +58,7 @@ trace.add_command(fit)
 
 @trace.command()
 @click.argument("name", metavar=f"[{'|'.join(BUILTIN)}]")
-@click.option(
-    "--output", type=click.Path(path_type=Path), required=True, help="JSONL; .gz, .xz, .zst compress."
-)
+@click.option("--output", type=PathType(), required=True, help="JSONL; .gz, .xz, .zst compress.")
 @click.option("--force", is_flag=True, help="Replace an existing file.")
 @_workload_options
 def generate(name: str, output: Path, force: bool, **parameters: Any) -> None:

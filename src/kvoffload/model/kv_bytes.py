@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from kvoffload.errors import ConfigError
+from kvoffload.settings.paths import expanded
 from kvoffload.settings.read import nearest, parse_size
 
 _KNOWN: dict[str, tuple[int, int, int]] = {
@@ -123,7 +124,7 @@ def kv_heads(model: str) -> int:
 
 def _config_file(model: str) -> Path | None:
     """Return the path of a model's configuration file; None for a built-in or an unknown model."""
-    place = Path(model)
+    place = Path(expanded("model", model))
     if place.is_dir():
         place = place / "config.json"
     if place.is_file():

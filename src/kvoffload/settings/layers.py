@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from kvoffload.errors import ConfigError, Problems
+from kvoffload.settings.paths import expanded
 from kvoffload.settings.read import unknown_options
 
 PREFIX = "KVOFFLOAD_"
@@ -98,7 +99,9 @@ def read_file(path: object) -> dict[str, Any]:
     if not isinstance(path, (str, Path)):
         raise ConfigError("config", path, "allowed: the path of a TOML file")
     try:
-        options: dict[str, Any] = msgspec.toml.decode(Path(path).read_bytes(), type=dict[str, Any])
+        options: dict[str, Any] = msgspec.toml.decode(
+            Path(expanded("config", str(path))).read_bytes(), type=dict[str, Any]
+        )
     except OSError as error:
         raise ConfigError("config", str(path), f"it cannot be read ({error.strerror})") from None
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

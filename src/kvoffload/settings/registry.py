@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any, ClassVar, Generic, NamedTuple, TypeGuard, TypeVar
 
 from kvoffload.errors import ConfigError
+from kvoffload.settings.paths import expanded
 from kvoffload.settings.read import convert, nearest, possible_values
 
 T = TypeVar("T")
@@ -156,9 +157,10 @@ class Registry(Generic[T]):
         return list(entry_points(group=self._package))
 
     def _import(self, name: str, home: str) -> ModuleType:
-        if home.endswith(".py") and not Path(home).is_file():
-            raise ConfigError(self.field, name, f"there is no file {home}")
         if home.endswith(".py"):
+            home = expanded(self.field, home)
+            if not Path(home).is_file():
+                raise ConfigError(self.field, name, f"there is no file {home}")
             return self._loaded(name, lambda: _load_file(Path(home)))
         return self._loaded(name, lambda: importlib.import_module(home))
 

@@ -23,6 +23,7 @@ from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.request import RequestContext
 from kvoffload.core.slots import SlotArray
 from kvoffload.errors import ConfigError, MisuseError, UnavailableError, check_integer
+from kvoffload.settings.paths import expanded
 from kvoffload.structures.keys import Keys
 from kvoffload.text import size
 from kvoffload.tiers.contract import NO_JOB, Checksums, JobResult, Mask, TierStats, checked_rows
@@ -555,4 +556,4 @@ def _check_memory(capacity_bytes: int, layout: Layout) -> None:
 def _directory_of(path: object) -> Path:
     if not isinstance(path, (str, Path)) or not str(path) or "\0" in str(path):
         raise ConfigError("path", path, "allowed: a directory")
-    return Path(path)
+    return Path(expanded("path", str(path)))

@@ -11,6 +11,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from kvoffload.errors import ConfigError, UnavailableError
+from kvoffload.settings.paths import expanded
 from kvoffload.settings.read import SizeOrNothing, parse_size
 from kvoffload.tiers.contract import SecondaryTier
 from kvoffload.tiers.disk.disk_tier import DiskTier
@@ -30,7 +31,7 @@ class _PathsParser:
             isinstance(path, (str, Path)) and str(path) for path in paths
         ):
             raise ConfigError(field, value, f"allowed: {self.allowed}")
-        texts = tuple(map(str, paths))
+        texts = tuple(expanded(field, str(path)) for path in paths)
         # In a text, | separates paths, and a comma precedes options.
         is_ambiguous = any(sign in path for path in texts for sign in "|,")
         if is_ambiguous or not texts or len(set(map(Path, texts))) < len(texts):

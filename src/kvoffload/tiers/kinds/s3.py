@@ -11,6 +11,7 @@ import msgspec
 
 from kvoffload.core.admission import Admission
 from kvoffload.errors import ConfigError
+from kvoffload.settings.paths import FilePath
 from kvoffload.settings.read import Duration, SizeOrNothing
 from kvoffload.tiers.s3.bucket import NO_BUCKET, Bucket, BucketError, Ledger, Prices
 from kvoffload.tiers.s3.credentials import make_signer
@@ -90,7 +91,7 @@ class S3Options(SharedTierOptions):
     region: str = ""
     pack: SizeOrNothing = 16 << 20
     probe_timeout: Duration = 0.2
-    credentials_file: str = ""
+    credentials_file: FilePath = ""
     price_per_1000_puts: Price = 0.005
     price_per_1000_gets: Price = 0.0004
     price_per_gb_read: Price = 0.0

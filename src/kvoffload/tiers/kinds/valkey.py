@@ -13,6 +13,7 @@ from typing import Annotated, ClassVar, TypeAlias
 
 from kvoffload.core.admission import Admission
 from kvoffload.errors import ConfigError
+from kvoffload.settings.paths import FilePath
 from kvoffload.settings.read import Duration
 from kvoffload.tiers.shared.addresses import is_loopback
 from kvoffload.tiers.shared.printable import printable
@@ -78,10 +79,10 @@ class ValkeyOptions(SharedTierOptions):
 
     url: URL
     ttl: Duration | None = None
-    password_file: str = ""
-    ca: str = ""
-    cert: str = ""
-    cert_key: str = ""
+    password_file: FilePath = ""
+    ca: FilePath = ""
+    cert: FilePath = ""
+    cert_key: FilePath = ""
 
     def connect(
         self, owner: TierOwner, fingerprint: str, admission: Admission | None

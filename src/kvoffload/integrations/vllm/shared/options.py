@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
@@ -22,6 +22,7 @@ from kvoffload.core.quotas import ONE_OWNER
 from kvoffload.errors import CombinedConfigError, ConfigError
 from kvoffload.integrations.vllm.shared.tenants import Tenants
 from kvoffload.settings.layers import OF_ENGINES, gathered
+from kvoffload.settings.paths import FilePath, expanded
 from kvoffload.settings.ram import Ram
 from kvoffload.settings.read import (
     Count,
@@ -131,6 +132,7 @@ class _RecordParser:
             given = within(field, RecordOptions, given)
         if not isinstance(given, RecordOptions):
             raise ConfigError(field, value, f"allowed: {self.allowed}")
+        given = replace(given, path=expanded(field, given.path))
         if not (os.path.isabs(given.path) and given.path.endswith(".jsonl")):
             raise ConfigError(field, given.path, f"allowed: {self.allowed}")
         return given
@@ -187,7 +189,7 @@ class VLLMOptions:
     audit: Audit | None = None
     record: Record | None = None
     record_max_bytes: Size = 2**30
-    live_settings: str | None = None
+    live_settings: FilePath | None = None
     tenants: Tenants | None = None
     what_if: WhatIfs = ()
     what_if_sample: OneIn | None = None

@@ -1,0 +1,40 @@
+"""Paths that users type. A leading ``~`` is the home directory, in every option and wherever it is set.
+
+A shell expands ``~`` only at the beginning of a word: not in ``disk:~/kv:1GiB``, in JSON or in TOML.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, TypeAlias
+
+from kvoffload.errors import ConfigError
+
+
+def expanded(field: str, path: str) -> str:
+    """Replace a leading ``~`` or ``~user`` by the home directory, as a shell does. ``./~`` is unchanged.
+
+    Raises: `ConfigError` if the home directory is unknown.
+    """
+    if not path.startswith("~"):
+        return path
+    found = os.path.expanduser(path)
+    if found.startswith("~"):
+        user = path.partition("/")[0]
+        why = f"there is no home directory {user}; for a file of this name give ./{user}"
+        raise ConfigError(field, path, why)
+    return found
+
+
+class _FileParser:
+    allowed = "the path of a file"
+
+    def parse(self, field: str, value: object) -> str:
+        if not isinstance(value, (str, Path)):
+            raise ConfigError(field, value, f"allowed: {self.allowed}")
+        return expanded(field, str(value))
+
+
+FilePath: TypeAlias = Annotated[str, _FileParser()]
+"""The path of a file, with ``~`` expanded; an empty text means no file."""
