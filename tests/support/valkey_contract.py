@@ -78,8 +78,12 @@ class ValkeyContract(SharedTierContract):
         other, _ = self_signed(tmp_path, "other")
         with self.over_tls(rig, self_signed(tmp_path)) as url:
             for ca in (other, ""):
-                with pytest.raises(ConfigError, match="certificate verify failed"):
+                with pytest.raises(
+                    ConfigError, match=r"certificate verify failed: .*; give the certificate of its CA in ca$"
+                ):
                     make(url, ca=ca)
+            with pytest.raises(ConfigError, match=r"give a name of the certificate in the URL$"):
+                make(url.replace("127.0.0.1", "localhost"), ca=str(tmp_path / "server.pem"))
 
 
 Change = Callable[[bytes, bytes], bytes]

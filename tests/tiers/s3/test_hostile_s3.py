@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,7 +24,7 @@ import numpy as np
 import pytest
 
 import kvoffload
-from kvoffload.errors import UnavailableError
+from kvoffload.errors import ConfigError
 from kvoffload.tiers.contract import JobResult
 from kvoffload.tiers.kinds.s3 import S3Options
 from kvoffload.tiers.s3.bucket import Bucket, Ledger, Prices
@@ -394,8 +395,16 @@ def test_blocks_return_over_tls_with_the_right_certificate(
         assert not result_of(tier, tier.submit_read(keys, pool, rows)).ok.any()
         tier.close()
         monkeypatch.setenv("SSL_CERT_FILE", other)
-        with pytest.raises(UnavailableError, match="certificate verify failed"):
-            options.open(owner)
+        for handle_unavailable in (None, lambda error: pytest.fail(f"an outage: {error}")):
+            with pytest.raises(ConfigError) as refused:
+                options.open(replace(owner, on_unavailable=handle_unavailable))
+            assert type(refused.value) is ConfigError
+            assert str(refused.value).endswith("; give the certificate of its CA in the file of the "
+                                               "environment variable SSL_CERT_FILE")  # fmt: skip
+        monkeypatch.setenv("SSL_CERT_FILE", own[0])
+        elsewhere = replace(options, endpoint=f"https://localhost:{proxy.port}")
+        with pytest.raises(ConfigError, match=r"give a name of the certificate in endpoint$"):
+            elsewhere.open(owner)
 
 
 def result_of(tier: Any, job: int) -> JobResult:

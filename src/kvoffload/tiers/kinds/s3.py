@@ -17,6 +17,7 @@ from kvoffload.tiers.s3.bucket import NO_BUCKET, Bucket, BucketError, Ledger, Pr
 from kvoffload.tiers.s3.credentials import make_signer
 from kvoffload.tiers.s3.protocol import s3_tier
 from kvoffload.tiers.shared.addresses import is_loopback
+from kvoffload.tiers.shared.remote_errors import certificate_refusal
 from kvoffload.tiers.shared.remote_options import LOGGER, SharedTierOptions
 from kvoffload.tiers.shared.remote_tier import RemoteTier
 from kvoffload.tiers.spec import TierOwner, redacted
@@ -115,7 +116,7 @@ class S3Options(SharedTierOptions):
     def refusal(self, error: BaseException) -> str | None:
         if isinstance(error, BucketError) and (error.status in _REFUSALS or error.code == NO_BUCKET):
             return str(error)
-        return None
+        return certificate_refusal(error, "the file of the environment variable SSL_CERT_FILE", "endpoint")
 
     def group_blocks(self, owner: TierOwner) -> int:
         """Return the number of blocks in an object.

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import math
-import ssl
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, TypeAlias
 
@@ -16,8 +15,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.settings.paths import FilePath
 from kvoffload.settings.read import Duration
 from kvoffload.tiers.shared.addresses import is_loopback
-from kvoffload.tiers.shared.printable import printable
-from kvoffload.tiers.shared.remote_errors import ServerError
+from kvoffload.tiers.shared.remote_errors import ServerError, certificate_refusal
 from kvoffload.tiers.shared.remote_options import LOGGER, SharedTierOptions
 from kvoffload.tiers.shared.remote_tier import RemoteTier
 from kvoffload.tiers.spec import TierOwner, redacted
@@ -101,8 +99,8 @@ class ValkeyOptions(SharedTierOptions):
         )
 
     def refusal(self, error: BaseException) -> str | None:
-        if isinstance(error, ssl.SSLCertVerificationError):
-            return printable(error)
+        if (refusal := certificate_refusal(error, "ca", "the URL")) is not None:
+            return refusal
         if not isinstance(error, ServerError) or error.is_busy:
             return None
         if error.code in _CLUSTER_CODES and not parse_url(self.url).is_cluster:

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import enum
 import re
+import ssl
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
@@ -458,6 +459,11 @@ class _SpanReceiver:
 
 
 def _without_secrets(error: Exception) -> Exception:
-    """Return a `ConnectionError` that quotes no request or response. They may contain signatures."""
+    """Return an error that quotes no request or response. They may contain signatures.
+
+    An `SSLCertVerificationError` contains only OpenSSL's text, and is returned unchanged.
+    """
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return error
     causes = _CAUSE.findall(str(error)) if not isinstance(error, OSError) else []
     return ConnectionError(f"no usable response: {causes[-1] if causes else cause_of(error)}")

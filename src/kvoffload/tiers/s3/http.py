@@ -11,7 +11,6 @@ import os
 import re
 import select
 import socket
-import ssl
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -391,8 +390,6 @@ def cause_of(error: Exception) -> str:
 
     Quotes no data that were sent or received.
     """
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f"certificate verify failed: {error.verify_message}"
     if isinstance(error, socket.gaierror):
         return "the name of the server cannot be resolved"
     if isinstance(error, OSError) and error.errno is not None and error.errno > 0:
