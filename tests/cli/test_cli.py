@@ -6,6 +6,7 @@ process are at the end.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import subprocess
@@ -366,6 +367,19 @@ def test_a_full_disk_is_one_clear_line(trace_file: Path, option: str) -> None:
     assert done.stderr == (
         f"kvoffload: {field}: '/dev/full' is invalid; the file cannot be written (No space left on device)\n"
     )
+
+
+def test_only_failures_of_the_log_are_reported_as_such(
+    trace_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: any `OSError` of the replay was reported as a failure of ``--decisions``."""
+
+    def failing(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "the trace's own problem")
+
+    monkeypatch.setattr("kvoffload.replay.replay.Replay.run", failing)
+    with pytest.raises(PermissionError, match="the trace's own problem"):
+        kvoffload("replay", trace_file, *SMALL, "--decisions", tmp_path / "decisions.txt")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")

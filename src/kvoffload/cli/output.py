@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
 import click
 from rich import box
@@ -73,9 +74,30 @@ def check_output(field: str, path: Path, *, force: bool) -> None:
 
 @contextlib.contextmanager
 def writable(field: str, path: Path, mode: Literal["wb", "ab"] = "wb") -> Iterator[BinaryIO]:
-    """Open the output file of option `field`. Raises `ConfigError` on any failure, also on a full disk."""
-    with written(field, path), path.open(mode) as file:
+    """Open the output file of option `field`.
+
+    Raises `ConfigError` for any failure of this file, also for a full disk. Other errors of the block pass.
+    """
+    with written(field, path):
+        raw = _OutputFile(field, path, mode)
+    with io.BufferedWriter(raw) as file:
         yield file
+
+
+class _OutputFile(io.FileIO):
+    """An unbuffered file whose failures are `ConfigError` with the option `field`."""
+
+    def __init__(self, field: str, path: Path, mode: Literal["wb", "ab"]) -> None:
+        self._field, self._path = field, path
+        super().__init__(path, mode)
+
+    def write(self, data: Any, /) -> int:
+        with written(self._field, self._path):
+            return super().write(data)
+
+    def close(self) -> None:
+        with written(self._field, self._path):
+            super().close()
 
 
 def write_output(field: str, path: Path, content: bytes) -> None:
