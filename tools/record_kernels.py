@@ -8,8 +8,8 @@ Runs in an environment with the package and one version of numba. tools/packages
 
 from __future__ import annotations
 
+import argparse
 import os
-import sys
 import tempfile
 from pathlib import Path
 
@@ -17,9 +17,14 @@ BASELINE = {"NUMBA_CPU_NAME": "x86-64-v3", "NUMBA_CPU_FEATURES": ""}
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    folder = parser.parse_args().folder
     with tempfile.TemporaryDirectory() as empty:
         os.environ.update(BASELINE, NUMBA_CACHE_DIR=empty)  # numba reads them when it is imported
-        record(Path(sys.argv[1]))
+        record(folder)
 
 
 def record(folder: Path) -> None:
