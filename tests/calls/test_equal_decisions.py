@@ -285,7 +285,7 @@ def traffic(
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("policy", ["hazard", "wtinylfu", "arc", "gdsf", "support.naive.lru:NaiveLRU"])
 def test_traffic(policy: str, store: str, tmp_path: Path) -> None:
-    for seed in range(settings().max_examples // 20):
+    for seed in range(max(1, settings().max_examples // 20)):
         manager = recorded(tmp_path / "kv.calls", 64, policy=policy, store=store, key_bytes=36)
         traffic(manager, seed)
         manager.end_recording()
