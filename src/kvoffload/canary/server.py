@@ -93,7 +93,7 @@ class Server:
         self._tier_hits_metric = tier_hits_metric
         self.max_model_tokens: int | None = None
         self.model = self._choose(model)
-        self.tokens_sent = 0
+        self.tokens_sent, self._counting = 0, threading.Lock()
 
     # ---- completions
 
@@ -107,7 +107,8 @@ class Server:
         content = prompt.content if isinstance(prompt.content, str) else list(prompt.content)
         num_tokens = len(content) // 4 if isinstance(content, str) else len(content)
         self._pace.wait(num_tokens)
-        self.tokens_sent += num_tokens
+        with self._counting:
+            self.tokens_sent += num_tokens
         body = {
             "model": self.model,
             "prompt": content,
