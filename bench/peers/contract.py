@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -91,11 +91,16 @@ class Product(Protocol):
         """Locate the metadata of blocks."""
         ...
 
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class FileProduct(Product, Protocol):
+    """A `Product` that stores its blocks in files of this machine."""
+
     def make_unreadable(self, places: Sequence[Place]) -> None:
         """Make every later read of these places fail."""
         ...
-
-    def close(self) -> None: ...
 
 
 class Adapter(NamedTuple):

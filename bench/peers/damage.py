@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from peers.contract import Place, Product
+from peers.contract import FileProduct, Place, Product
 
 Numbers = list[int]
 
@@ -88,6 +88,7 @@ def replaced(victims: Victims) -> Numbers | None:
 
 
 def unreadable(victims: Victims) -> Numbers | None:
+    assert isinstance(victims.product, FileProduct), "scenes.OF_FILES is for files only"
     victims.product.make_unreadable([victims.places[number] for number in victims.chosen])
     return victims.chosen
 

@@ -60,9 +60,6 @@ class KvoffloadShared(KvoffloadTier):
     def records(self) -> list[Place]:
         return []
 
-    def make_unreadable(self, places: Sequence[Place]) -> None:
-        raise NotImplementedError
-
 
 class KvoffloadValkey(KvoffloadShared):
     """A `Product`: kvoffload's Valkey tier."""
