@@ -11,11 +11,12 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.errors import ConfigError, MisuseError
+from kvoffload.errors import MisuseError
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers import memory
 from kvoffload.tiers.memory import MemoryTier, available_bytes
 from kvoffload.transfer import HostEngine
+from support.refusals import refusal
 
 KEY_BYTES = 36
 
@@ -182,16 +183,16 @@ def test_the_pool_is_page_aligned_contiguous_and_aligned_by_slot():
 
 
 def test_a_pool_larger_than_memory_is_refused(monkeypatch):
-    with pytest.raises(ConfigError, match=r"num_slots \* block_bytes: '1099511627776 \* 65536 = .* avail"):
+    with refusal(r"num_slots \* block_bytes: '1099511627776 \* 65536 = .* avail"):
         MemoryTier(2**40, 2**16)
     assert 2**20 < available_bytes() < 2**63 - 1
     # Also a pool that could be mapped but not filled.
     monkeypatch.setattr(memory, "available_bytes", lambda: 2**20)
-    with pytest.raises(ConfigError, match=r"257 \* 4096 = 1"):
+    with refusal(r"257 \* 4096 = 1"):
         MemoryTier(257, 4096)
     MemoryTier(256, 4096).close()
     for num_slots, block_bytes, field in ((0, 64, "num_slots"), (1, 0, "block_bytes")):
-        with pytest.raises(ConfigError, match=rf"{field}: 0 is invalid"):
+        with refusal(rf"{field}: 0 is invalid"):
             MemoryTier(num_slots, block_bytes)
 
 
@@ -234,7 +235,7 @@ def test_a_failed_mapping_is_a_config_error(monkeypatch, error):
         raise error("no")
 
     monkeypatch.setattr(memory.mmap, "mmap", refuse)
-    with pytest.raises(ConfigError, match=r"2 \* 64 = 128"):
+    with refusal(r"2 \* 64 = 128"):
         MemoryTier(2, 64)
 
 
@@ -287,5 +288,5 @@ def test_keys_that_differ_only_in_their_padding_have_different_digests():
 @pytest.mark.parametrize("option", ["num_slots", "block_bytes"])
 @pytest.mark.parametrize("value", [0, True, 2.5, "7", None])
 def test_sizes_must_be_whole_numbers(option: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=f"^{option}: "):
+    with refusal(f"^{option}: "):
         MemoryTier(**{"num_slots": 4, "block_bytes": 8, option: value})

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from kvoffload import (
-    ConfigError,
     DiskTier,
     Keys,
     LookupResult,
@@ -22,6 +21,7 @@ from kvoffload import (
 )
 from kvoffload.errors import UnavailableError
 from support import s3_server
+from support.refusals import refusal
 from support.valkey_server import PATIENCE_S, Server, free_port, redis, running
 
 BLOCK_BYTES, CAPACITY = 4096, 8
@@ -132,5 +132,5 @@ def test_a_server_that_does_not_answer_is_refused_or_used_later() -> None:
 )
 def test_a_mistake_is_refused(description: str, given: dict[str, object], message: str) -> None:
     options: dict[str, object] = {"block_bytes": BLOCK_BYTES, "fingerprint": "model"}
-    with pytest.raises(ConfigError, match=message):
+    with refusal(message):
         open_tier(description, **(options | given))  # type: ignore[arg-type]

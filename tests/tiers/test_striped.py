@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvoffload.core.tenants import Quota
-from kvoffload.errors import ConfigError, MisuseError
+from kvoffload.errors import MisuseError
 from kvoffload.tiers.contract import NO_JOB
 from kvoffload.tiers.disk import DiskTier
 from kvoffload.tiers.disk.files import Buffers
@@ -21,6 +21,7 @@ from kvoffload.tiers.simulated import SimulatedTier
 from kvoffload.tiers.striped import StripedTier
 from support.disk_blocks import KEY_BYTES, Disk, Driver, capacity_for, keys_of
 from support.recording_files import FailingFiles
+from support.refusals import refusal
 from support.scripted_tier import ScriptedJob, ScriptedSharedTier, ScriptedTier
 from support.timeouts import HANGS_S
 
@@ -334,7 +335,7 @@ def test_quotas_that_one_tier_refuses_change_no_tier() -> None:
     tier = StripedTier(parts)
     tier.set_tenants({"a": Quota(10)}, lambda keys: "a")
     before = tier.tenants()
-    with pytest.raises(ConfigError, match="capacity of 10"):
+    with refusal("capacity of 10"):
         tier.set_tenants({"a": Quota(10), "b": Quota(30)}, lambda keys: "a")
     assert tier.tenants() == before
 
@@ -380,7 +381,7 @@ def test_counters_are_sums() -> None:
     ],
 )
 def test_impossible_stripes_are_refused(tiers: list[ScriptedTier], problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
+    with refusal(problem):
         StripedTier(tiers)
 
 
@@ -458,5 +459,5 @@ def test_a_disk_beside_another_kind(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tiers", [None, 5, [5], "ab"])
 def test_members_must_be_tiers(tiers: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^tiers: .*SecondaryTier"):
+    with refusal(r"^tiers: .*SecondaryTier"):
         StripedTier(tiers)

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvoffload.errors import ConfigError
 from kvoffload.metrics.counts import tier_counts
 from kvoffload.tiers.contract import TierStats
 from kvoffload.tiers.spec import TierOwner, names_of, open_tiers, parse_tier, parse_tiers
+from support.refusals import refusal
 
 A, B, SERVER = "disk:/a/kv:1GiB", "disk:/b/kv:2GiB,policy=arc", "valkey://cache:6379/team"
 
@@ -43,13 +43,13 @@ def test_tiers_of_one_place_are_numbered() -> None:
 
 @pytest.mark.parametrize("label", ["a b", "1st", "x" * 65, 'a"b', "a{b}"])
 def test_impossible_labels_are_refused(label: str) -> None:
-    with pytest.raises(ConfigError, match=r"label.*allowed: 1 to 64 letters"):
+    with refusal(r"label.*allowed: 1 to 64 letters"):
         parse_tier("tier", {"type": "disk", "path": "/a", "capacity": "1GiB", "label": label})
 
 
 def test_a_duplicate_label_is_refused() -> None:
     for tiers in ([f"{A},label=x", f"{B},label=x"], [f"{A},label=valkey", SERVER]):
-        with pytest.raises(ConfigError, match=r"tiers\[\d\]\.label.*another tier has this name"):
+        with refusal(r"tiers\[\d\]\.label.*another tier has this name"):
             parse_tiers("tiers", tiers)
 
 

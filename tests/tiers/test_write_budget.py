@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.errors import ConfigError
 from kvoffload.tiers.disk.inspection import compact, opened
 from kvoffload.tiers.simulated import SimulatedTier
 from kvoffload.tiers.striped import StripedTier
 from kvoffload.tiers.write_budget import DAY_S, HOUR_S, WriteBudget, budget_of_recording
 from support.disk_blocks import KEY_BYTES, Disk, Driver, keys_of
+from support.refusals import refusal
 from support.tiering_rig import Clock
 
 PAGE_BYTES = 4096
@@ -176,7 +176,7 @@ def test_an_offer_without_a_request_is_no_reference(policy: str) -> None:
 
 
 def test_a_negative_budget_is_refused() -> None:
-    with pytest.raises(ConfigError, match="max_write_bytes_per_day: -1"):
+    with refusal("max_write_bytes_per_day: -1"):
         WriteBudget(-1)
 
 
@@ -249,5 +249,5 @@ def test_a_failed_write_counts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("limit", [-1, float("nan"), float("inf"), "7", None, True])
 def test_a_limit_must_be_a_number_of_bytes(limit: Any) -> None:
-    with pytest.raises(ConfigError, match="max_write_bytes_per_day"):
+    with refusal("max_write_bytes_per_day"):
         WriteBudget(limit)

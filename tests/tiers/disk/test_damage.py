@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvoffload.errors import ConfigError
+from kvoffload.errors import UnavailableError
 from kvoffload.testing.audit import audit
 from kvoffload.tiers.contract import NO_JOB
 from kvoffload.tiers.disk import DiskTier, committer
@@ -529,7 +529,7 @@ def test_a_slab_that_is_deleted_while_open(filled: Path) -> None:
 def test_a_full_file_system_refuses_the_tier_at_once(tmp_path: Path) -> None:
     files = FailingFiles()
     files.fail = raises(errno.ENOSPC, "allocate")
-    with pytest.raises(ConfigError, match=r"capacity_bytes: .*has not enough space"):
+    with pytest.raises(UnavailableError, match=r"capacity_bytes: .*has not enough space"):
         Disk(tmp_path, NUM_SLOTS, files=files)
     assert [path.name for path in tmp_path.iterdir()] == ["kvoffload.lock"]
     Disk(tmp_path, NUM_SLOTS).tier.close()
@@ -541,7 +541,7 @@ def test_a_small_tmpfs(tmp_path: Path) -> None:
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("only root can mount a tmpfs")
     try:
-        with pytest.raises(ConfigError, match="capacity_bytes"):
+        with pytest.raises(UnavailableError, match="capacity_bytes"):
             DiskTier(tmp_path, 16 << 20, BLOCK_BYTES, key_bytes=KEY_BYTES, fingerprint="model")
         disk = Disk(tmp_path, NUM_SLOTS, BLOCK_BYTES)
         assert disk.write(NUMBERS) == NUMBERS
@@ -856,7 +856,7 @@ def test_a_disk_that_hangs_does_not_hang_the_engine(
     disk.tier.close()
     disk.tier.close()
     assert "does not answer" in caplog.text
-    with pytest.raises(ConfigError, match=f"process {os.getpid()} has it open"):
+    with pytest.raises(UnavailableError, match=f"process {os.getpid()} has it open"):
         reopened(filled)
     gate.opened.set()
     disk.tier.close_timeout_s = HANGS_S

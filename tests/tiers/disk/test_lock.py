@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload.errors import ConfigError
+from kvoffload.errors import UnavailableError
 from kvoffload.tiers.disk.inspection import opened
 from kvoffload.tiers.disk.lock import LOCK_NAME, LOCK_WAIT_S, DirectoryLock
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
@@ -83,7 +83,9 @@ def test_the_error_names_the_owner_and_the_time_waited(
 ) -> None:
     sleeps: list[float] = []
     with held_by_another(tmp_path) as owner:
-        with pytest.raises(ConfigError, match=f"process {owner.pid} has it open.*waited {LOCK_WAIT_S:g} s"):
+        with pytest.raises(
+            UnavailableError, match=f"process {owner.pid} has it open.*waited {LOCK_WAIT_S:g} s"
+        ):
             take(tmp_path, sleeps.append)
         assert sum(sleeps) == pytest.approx(LOCK_WAIT_S)
         assert min(sleeps) >= 0.1
@@ -93,7 +95,7 @@ def test_the_error_names_the_owner_and_the_time_waited(
 @pytest.mark.parametrize("opening", [lambda path: Disk(path, 4, files=NoSleep()), take])
 def test_a_lock_of_this_process_is_not_waited_for(tmp_path: Path, opening: Callable[[Path], object]) -> None:
     held = take(tmp_path)
-    with pytest.raises(ConfigError, match=f"process {os.getpid()} has it open"):
+    with pytest.raises(UnavailableError, match=f"process {os.getpid()} has it open"):
         opening(tmp_path)
     held.release()
     held.release()
@@ -105,7 +107,7 @@ def test_a_process_of_another_container_with_the_same_pid_is_waited_for(tmp_path
     sleeps: list[float] = []
     with held_by_another(tmp_path):
         (tmp_path / LOCK_NAME).write_text(f"{os.getpid()}\n")
-        with pytest.raises(ConfigError, match=f"process {os.getpid()} has it open"):
+        with pytest.raises(UnavailableError, match=f"process {os.getpid()} has it open"):
             take(tmp_path, sleeps.append)
     assert sleeps
 
@@ -114,11 +116,11 @@ def test_a_tier_waits_and_a_command_does_not(tmp_path: Path) -> None:
     Disk(tmp_path, 4).tier.close()
     files = FailingFiles()
     with held_by_another(tmp_path) as owner:
-        with pytest.raises(ConfigError, match=f"process {owner.pid} has it open"):
+        with pytest.raises(UnavailableError, match=f"process {owner.pid} has it open"):
             Disk(tmp_path, 4, files=files)
         assert files.sleep_calls
         with (
-            pytest.raises(ConfigError, match=f"process {owner.pid} has it open"),
+            pytest.raises(UnavailableError, match=f"process {owner.pid} has it open"),
             opened(tmp_path, NoSleep()),
         ):
             pass
@@ -133,5 +135,5 @@ def test_a_file_system_without_locks_is_not_waited_for(
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(ConfigError, match="cannot lock files"):
+    with pytest.raises(UnavailableError, match="cannot lock files"):
         take(tmp_path)

@@ -12,13 +12,14 @@ from typing import ClassVar
 
 import pytest
 
-from kvoffload.errors import ConfigError, UnavailableError
+from kvoffload.errors import UnavailableError
 from kvoffload.tiers.kinds.s3 import S3Options
 from kvoffload.tiers.shared.identity import HEADER_BYTES
 from kvoffload.tiers.spec import TierOwner
 from kvoffload.tiers.striped import StripedTier
 from support.fault_proxy import FaultProxy
 from support.pauses import end_pauses
+from support.refusals import refusal
 from support.s3_client import BLOCK_BYTES, PACK, PATH, STRIDE, Client
 from support.s3_server import KEY_ID, SECRET, Moto, Rclone, S3Server, running
 from support.shared_tier_contract import FAULTS, Damage, Rig, SharedTierContract, check_blocks_return
@@ -350,7 +351,7 @@ def test_secret_is_in_no_log_and_no_text(
             client = make(server.port, credentials_file=str(file))
             assert client.write(*PATH[:4]) == [*PATH[:4]]
             monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter3")
-            with pytest.raises(ConfigError, match="SignatureDoesNotMatch") as refused:
+            with refusal("SignatureDoesNotMatch") as refused:
                 make(server.port)
             server.stop()
             for _ in range(4):
@@ -369,7 +370,7 @@ def test_credentials_file_without_keys_is_refused(tmp_path: Path, content: str) 
     file = tmp_path / "credentials"
     file.write_bytes(content.encode("latin-1"))
     options = S3Options(url="s3://kv-cache/ns", credentials_file=str(file))
-    with pytest.raises(ConfigError, match=r"^credentials_file: .*has no section") as refused:
+    with refusal(r"^credentials_file: .*has no section") as refused:
         options.open(TierOwner(BLOCK_BYTES, 36, "m"))
     assert "hunter2" not in str(refused.value)
 
@@ -386,7 +387,7 @@ def test_blocks_of_an_object(pack: int, block_bytes: int, group_blocks: int) -> 
 
 def test_missing_obstore_is_named_with_the_command_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore.store", None)
-    with pytest.raises(ConfigError, match=r"pip install 'kvoffload\[s3\]'"):
+    with refusal(r"pip install 'kvoffload\[s3\]'"):
         S3Options(url="s3://bucket/ns").open(TierOwner(BLOCK_BYTES, 36, "m"))
 
 
@@ -407,13 +408,13 @@ def test_warns_about_an_endpoint_without_tls(
 
 
 def test_bucket_cannot_be_striped(client: Client) -> None:
-    with pytest.raises(ConfigError, match="tiers that no other machine shares"):
+    with refusal("tiers that no other machine shares"):
         StripedTier([client.tier])
 
 
 def test_missing_bucket_is_refused(any_server: S3Server) -> None:
     options = S3Options(url="s3://no-such-bucket/ns", endpoint=any_server.endpoint, region="us-east-1")
-    with pytest.raises(ConfigError, match="NoSuchBucket") as refused:
+    with refusal("NoSuchBucket") as refused:
         options.open(TierOwner(BLOCK_BYTES, 36, "m"))
     assert not isinstance(refused.value, UnavailableError), "an engine must not start without its bucket"
 

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from kvoffload.errors import ConfigError
 from kvoffload.tiering.tiered_manager import TieredManager
 from kvoffload.tiers.kinds.s3 import S3Options
 from kvoffload.tiers.memory import MemoryTier
@@ -18,6 +17,7 @@ from kvoffload.tiers.spec import TierOwner
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.trace import Trace
 from kvoffload.traces.workloads import builtin
+from support.refusals import refusal
 from support.s3_client import s3_options
 from support.s3_server import BUCKET, KEY_ID, SECRET, Rclone, running
 from support.sharing_rig import BLOCK_BYTES, CAPACITY, Machine, some_keys
@@ -157,6 +157,6 @@ class TestTieredBucket(TieredContract):
 
     def test_objects_larger_than_the_blocks_in_flight_are_refused(self, server: Rclone) -> None:
         tier = self.described(server.port, pack=16).open(TierOwner(BLOCK_BYTES, 36, "model"))
-        with pytest.raises(ConfigError, match="tier s3: 'objects of 16 blocks' is invalid; RAM of 32"):
+        with refusal("tier s3: 'objects of 16 blocks' is invalid; RAM of 32"):
             TieredManager(CAPACITY, key_bytes=36, ram=MemoryTier(CAPACITY, BLOCK_BYTES), tiers=[tier])
         tier.close()

@@ -20,6 +20,7 @@ from kvoffload.tiers.spec import TierOwner
 from kvoffload.tiers.valkey.protocol import epoch_number
 from kvoffload.tiers.valkey.resp import Connection
 from support.hostile_resp import HANG, PASSWORD, REPLIES, FakeServer, Moment, encoded, has_leaked, on
+from support.refusals import refusal
 from support.run_cli import kvoffload
 
 ESCAPES = "\x1b[31mred\n2026-11-24 forged\r\x00\x7f\x9b \u202e"
@@ -109,7 +110,7 @@ def test_text_of_a_server_is_escaped_in_every_output(
 
 def test_login_error_is_a_code_with_its_meaning(server: FakeServer) -> None:
     server.attack = REPLIES["echo of the password"]  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match="ERR in reply to AUTH: it has no password, or no AUTH command"):
+    with refusal("ERR in reply to AUTH: it has no password, or no AUTH command"):
         ValkeyOptions(url=url(server)).open(OWNER)
 
 
@@ -184,7 +185,7 @@ def test_damaged_epoch_is_refused_with_the_remedy(server: FakeServer, value: byt
 @pytest.mark.parametrize("verb", [b"SET", b"GET", b"EXISTS", b"DEL"])
 def test_missing_right_is_refused_with_the_servers_reason(server: FakeServer, verb: bytes) -> None:
     server.attack = on(verb, b"-NOPERM User a has no permissions to run the '%b' command\r\n" % verb.lower())
-    with pytest.raises(ConfigError, match=f"NOPERM .* '{verb.decode().lower()}' command"):
+    with refusal(f"NOPERM .* '{verb.decode().lower()}' command"):
         ValkeyOptions(url=url(server)).open(OWNER)
     done = kvoffload("tier", "ping", url(server))
     assert done.returncode == 1

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffload.errors import ConfigError
 from kvoffload.tiers.kinds.s3 import S3Options
 from kvoffload.tiers.kinds.valkey import ValkeyOptions
 from kvoffload.tiers.spec import TierOptions, parse_tier, parse_tiers
+from support.refusals import refusal
 
 CLUSTER = "valkey+cluster://a:7201,b,[::1]:7203/team.a"
 
@@ -93,7 +93,7 @@ def test_addresses_of_a_cluster_behind_a_disk() -> None:
     ],
 )
 def test_invalid_text_is_refused_without_secrets(text: str, message: str) -> None:
-    with pytest.raises(ConfigError) as refused:
+    with refusal() as refused:
         parse_tier("tier", text)
     assert message in str(refused.value)
     assert "hunter2" not in str(refused.value)
@@ -109,7 +109,7 @@ def test_invalid_text_is_refused_without_secrets(text: str, message: str) -> Non
     ],
 )
 def test_invalid_mappings_and_lists_are_refused_without_secrets(tiers: object) -> None:
-    with pytest.raises(ConfigError) as refused:
+    with refusal() as refused:
         parse_tiers("tiers", tiers)
     assert "***" in str(refused.value)
     assert "hunter2" not in str(refused.value)

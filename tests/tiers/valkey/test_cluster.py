@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffload.errors import ConfigError
 from kvoffload.replay.config import ReplayConfig
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.replay import Replay
@@ -35,6 +34,7 @@ from kvoffload.traces.workloads import builtin
 from support.background_load import background_load
 from support.fault_proxy import FaultProxies, FaultProxy
 from support.pauses import end_pauses
+from support.refusals import refusal
 from support.shared_tier_contract import Damage, Rig, slow
 from support.sharing_client import CANARY, closed_at_the_end, some_keys
 from support.valkey_client import BLOCK_BYTES, Client
@@ -507,7 +507,7 @@ def test_slow_node_costs_its_own_blocks(
 
 @pytest.mark.slow
 def test_server_without_cluster_support_is_refused(tmp_path: Path, make: Callable[..., Client]) -> None:
-    with running(tmp_path) as server, pytest.raises(ConfigError, match="cluster support disabled"):
+    with running(tmp_path) as server, refusal("cluster support disabled"):
         make(url_of([server.port]))
 
 
