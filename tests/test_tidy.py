@@ -43,7 +43,7 @@ MAY_IMPORT = {
         *("replay", "traces", "tiering", "tiers", "transfer", "core", "structures", "settings", "errors"),
         *("text", "_version"),
     },
-    "check": {"simulate", "replay", "metrics", "traces", "text", "errors"},
+    "check": {"simulate", "replay", "metrics", "traces", "settings", "text", "errors"},
     "calibration": {"simulate", "replay", "tiers", "transfer", "structures", "errors", "_version"},
     "sweep": {
         *("simulate", "replay", "traces", "tiers", "core", "structures", "settings", "text", "errors"),
@@ -210,11 +210,12 @@ def test_only_tiers_that_machines_share_know_the_network() -> None:
     own = {
         "tiers/valkey/resp.py",
         "tiers/shared/addresses.py",
+        "tiers/shared/certificates.py",
         "tiers/s3/host.py",
         "tiers/valkey/login.py",
         "tiers/s3/http.py",
     }
-    assert knowing <= own | {"tiers/kinds/valkey.py"}
+    assert knowing <= own
     importing = {
         (str(path.relative_to(PACKAGE).parent), medium)
         for path in sources()

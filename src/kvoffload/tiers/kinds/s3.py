@@ -17,7 +17,7 @@ from kvoffload.tiers.s3.bucket import NO_BUCKET, Bucket, BucketError, Ledger, Pr
 from kvoffload.tiers.s3.credentials import make_signer
 from kvoffload.tiers.s3.protocol import s3_tier
 from kvoffload.tiers.shared.addresses import is_loopback
-from kvoffload.tiers.shared.remote_errors import certificate_refusal
+from kvoffload.tiers.shared.certificates import certificate_refusal
 from kvoffload.tiers.shared.remote_options import LOGGER, SharedTierOptions
 from kvoffload.tiers.shared.remote_tier import RemoteTier
 from kvoffload.tiers.spec import TierOwner, redacted

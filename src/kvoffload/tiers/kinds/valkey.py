@@ -15,7 +15,8 @@ from kvoffload.errors import ConfigError
 from kvoffload.settings.paths import FilePath
 from kvoffload.settings.read import Duration
 from kvoffload.tiers.shared.addresses import is_loopback
-from kvoffload.tiers.shared.remote_errors import ServerError, certificate_refusal
+from kvoffload.tiers.shared.certificates import certificate_refusal
+from kvoffload.tiers.shared.remote_errors import ServerError
 from kvoffload.tiers.shared.remote_options import LOGGER, SharedTierOptions
 from kvoffload.tiers.shared.remote_tier import RemoteTier
 from kvoffload.tiers.spec import TierOwner, redacted

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import enum
 import re
-import ssl
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
@@ -32,6 +31,7 @@ from kvoffload.tiers.s3.http import (
     cause_of,
 )
 from kvoffload.tiers.s3.signing import Signed, Signer
+from kvoffload.tiers.shared.certificates import CertificateError
 from kvoffload.tiers.shared.connection import CONNECT_S
 from kvoffload.tiers.shared.remote_errors import ServerError
 
@@ -461,9 +461,9 @@ class _SpanReceiver:
 def _without_secrets(error: Exception) -> Exception:
     """Return an error that quotes no request or response. They may contain signatures.
 
-    An `SSLCertVerificationError` contains only OpenSSL's text, and is returned unchanged.
+    A `CertificateError` contains only text of OpenSSL, and is returned unchanged.
     """
-    if isinstance(error, ssl.SSLCertVerificationError):
+    if isinstance(error, CertificateError):
         return error
     causes = _CAUSE.findall(str(error)) if not isinstance(error, OSError) else []
     return ConnectionError(f"no usable response: {causes[-1] if causes else cause_of(error)}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import ssl
 
 from kvoffload.errors import KVOffloadError
 from kvoffload.tiers.shared.printable import printable
@@ -14,27 +13,6 @@ _ELSEWHERE = {"MOVED", "ASK", "TRYAGAIN"}
 BUSY = "max number of clients reached"
 FULL = "OOM"
 """Code of a server that is full and evicts nothing."""
-_OTHER_NAMES = {62, 64}
-"""OpenSSL's codes for a certificate without the host name, or without the address, of the connection."""
-_OTHER_TIMES = {9, 10}
-"""OpenSSL's codes for a certificate that is not valid yet, or no longer."""
-
-
-def certificate_refusal(error: BaseException, ca: str, url: str) -> str | None:
-    """Return why the server's certificate is refused, with the remedy; None for any other error.
-
-    Args:
-        ca: name of the setting with the CA's certificate.
-        url: name of the option with the server's host name.
-    """
-    if not isinstance(error, ssl.SSLCertVerificationError):
-        return None
-    remedy = f"give the certificate of its CA in {ca}"
-    if error.verify_code in _OTHER_NAMES:
-        remedy = f"give a name of the certificate in {url}"
-    elif error.verify_code in _OTHER_TIMES:
-        remedy = "renew the certificate, or correct the clock"
-    return f"certificate verify failed: {printable(error.verify_message)}; {remedy}"
 
 
 class ProtocolError(KVOffloadError):
