@@ -140,6 +140,10 @@ TOY = {
 
         def ask_other(x):
             return other(x)
+
+        async def ask_later(x):
+            a_local_name = one(x)
+            return a_local_name
     """,
 }
 
@@ -155,8 +159,8 @@ def test_a_kernel_includes_the_helpers_compiled_into_it(
         place = mutants.names.at(known, f"kvoffload/{path}.py", line)
         return {user.names[0] for user in mutants.names.users(known, place)}
 
-    assert used_by("constants", 1) == {"clipped", "one", "ask"}
-    assert used_by("core/helpers", 7) == {"one", "ask"}
+    assert used_by("constants", 1) == {"clipped", "one", "ask", "ask_later"}
+    assert used_by("core/helpers", 7) == {"one", "ask", "ask_later"}
     assert used_by("core/helpers", 15) == {"ask_other"}
     assert used_by("caller", 5) == set()
 

@@ -64,7 +64,7 @@ def _of_block(
     for node in block:
         first, last = node.lineno, node.end_lineno or node.lineno
         mentions = frozenset(real.get(name, name) for name in _mentioned(node))
-        if isinstance(node, ast.FunctionDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             marks = {name for mark in node.decorator_list for name in _mentioned(mark)}
             first = min([first, *(mark.lineno for mark in node.decorator_list)])
             yield Definition(
