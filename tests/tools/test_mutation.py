@@ -144,6 +144,12 @@ TOY = {
         async def ask_later(x):
             a_local_name = one(x)
             return a_local_name
+
+        class Other:
+            one: int  # a field with the name of a kernel
+
+        def make(x):
+            return Other(x)
     """,
 }
 

@@ -24,7 +24,7 @@ class Definition(NamedTuple):
         names: defined names; for a statement of a class also the name of the class.
         lines: first and last line.
         body: first and last line of a function's body; None for a statement.
-        mentions: every name in it.
+        mentions: every name that it reads, and every attribute's name.
         is_kernel, is_inline: compiled by `structures.jit` as a kernel, or inlined into kernels.
     """
 
@@ -79,9 +79,12 @@ def _of_block(
 
 
 def _mentioned(tree: ast.AST) -> Iterator[str]:
+    """Yield names that are read, and names of attributes. A plain assignment does not read its target."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Store):
             yield node.id
+        elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
         elif isinstance(node, ast.Attribute):
             yield node.attr
 
