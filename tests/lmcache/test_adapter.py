@@ -235,6 +235,21 @@ def test_objects_of_an_earlier_process_are_deleted(make: Make, learn: Callable[.
     assert look_up(second, [key(1), key(2)]) == [1]
 
 
+def test_objects_of_several_sizes_are_deleted_after_a_restart(make: Make) -> None:
+    """Regression: only objects of the size that was used last were deleted."""
+    small = torch.Size([2, 1000])
+    layouts = [LAYOUTS, {0: MemoryLayoutDesc([small], [torch.bfloat16])}]
+    first = make()
+    assert write(first, [key(1), key(2)], [memory(1), memory(2)]).is_successful()
+    assert write(first, [key(3), key(4)], [memory(n, shape=small) for n in (3, 4)]).is_successful()
+    first.close()
+    second = make()
+    keys = [key(n) for n in range(1, 5)]
+    assert [look_up(second, keys, layout) for layout in layouts] == [[0, 1], [2, 3]]
+    second.delete([key(1), key(3)])
+    assert [look_up(second, keys, layout) for layout in layouts] == [[1], [3]]
+
+
 def test_objects_of_several_sizes_in_a_task(make: Make) -> None:
     adapter = make()
     shapes = [torch.Size([2, n * 1000]) for n in (1, 40, 3, 40)]

@@ -46,7 +46,7 @@ _CHECKED_AT_ONCE = 1 << 10
 Format: TypeAlias = tuple[int, str]
 """Format of an object: its number of bytes, and the names of its dtypes."""
 Kind: TypeAlias = tuple[str, int, int]
-"""Kind of an object: its model, rank and group. All objects of one kind have the same format."""
+"""Kind of an object: its model, rank and group. Usually all objects of one kind have the same format."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,8 @@ class KVOffloadAdapter(L2AdapterInterface):
             self._store = _open(self.options)
         self._lock = threading.Lock()
         self._next_task = 0
-        self._formats: dict[Kind, Format] = {}
+        self._formats: dict[Kind, tuple[Format, ...]] = {}
+        """Formats of the objects of each kind, last used first."""
         self._counting = threading.Lock()
         self._counted: dict[Any, Format] = {}
         """Objects that LMCache counts: the adapter has reported them as stored and not yet as deleted."""
@@ -165,11 +166,10 @@ class KVOffloadAdapter(L2AdapterInterface):
             return self._loads.ended.pop(task_id, None)
 
     def delete(self, keys: list[Any]) -> None:
-        """Delete objects of the kinds that were stored, looked up or loaded since the start.
+        """Delete objects of the kinds and formats that were stored, looked up or loaded since the start.
 
-        Objects of other kinds are ignored, because their format is unknown and the store's keys depend on the
-        format. Reports as deleted the objects that were present, and the counted objects that the tiers have
-        evicted.
+        Objects of other kinds or formats stay, because the store's keys depend on the format. Reports as
+        deleted the objects that were present, and the counted objects that the tiers have evicted.
         """
         try:
             with self._counting:
@@ -240,8 +240,16 @@ class KVOffloadAdapter(L2AdapterInterface):
         """Return the buffer, the format and the digest of each object; remember the formats for `delete`."""
         buffers = [_buffer(obj) for obj in objects]
         forms = [_format(obj, buffer) for obj, buffer in zip(objects, buffers, strict=True)]
-        self._formats.update(zip(map(_kind, keys), forms, strict=True))
+        self._learn(keys, forms)
         return buffers, forms, [_digest(key, form) for key, form in zip(keys, forms, strict=True)]
+
+    def _learn(self, keys: Sequence[Any], forms: Sequence[Format | None]) -> None:
+        """Remember the formats of the objects' kinds."""
+        with self._lock:
+            for key, form in zip(keys, forms, strict=True):
+                known = self._formats.get(_kind(key), ())
+                if form is not None and known[:1] != (form,):
+                    self._formats[_kind(key)] = (form, *(other for other in known if other != form))
 
     def _save(self, keys: Sequence[Any], objects: Sequence[Any]) -> Any:
         buffers, forms, names = self._named(keys, objects)
@@ -259,17 +267,23 @@ class KVOffloadAdapter(L2AdapterInterface):
         return L2StoreResult(bool(ok.all()), sum(forms[row][0] for row in np.flatnonzero(new).tolist()))
 
     def _delete(self, keys: Sequence[Any]) -> list[Any]:
-        """Delete objects. Returns the objects that were present or that LMCache counts."""
-        forms = [self._counted.get(key) or self._formats.get(_kind(key)) for key in keys]
-        deleted = list[Any]()
-        for form, rows in _rows_by(forms):
-            if form is not None:
-                names = [_digest(keys[row], form) for row in rows]
-                is_present = self._store.stored(names, form[0])
-                self._store.delete(names, form[0])
-                found = zip((keys[row] for row in rows), is_present, strict=True)
-                deleted += [key for key, present in found if present or key in self._counted]
-        return deleted
+        """Delete objects in all known formats of their kinds.
+
+        Returns the objects that were present or that LMCache counts.
+        """
+        named = [
+            (key, form)
+            for key in keys
+            for form in {self._counted.get(key), *self._formats.get(_kind(key), ())}
+            if form is not None
+        ]
+        found = {key for key in keys if key in self._counted}
+        for form, rows in _rows_by([form for _, form in named]):
+            names = [_digest(named[row][0], form) for row in rows]
+            is_present = self._store.stored(names, form[0])
+            self._store.delete(names, form[0])
+            found.update(named[row][0] for row, present in zip(rows, is_present, strict=True) if present)
+        return [key for key in keys if key in found]
 
     def _count(self, present: Mapping[Any, Format]) -> None:
         """Report the objects of `present` that LMCache does not count yet as stored.
@@ -302,8 +316,9 @@ class KVOffloadAdapter(L2AdapterInterface):
 
     def _find(self, keys: Sequence[Any], layouts: Mapping[int, Any]) -> Any:
         of_groups = {group: _format_of_layout(layout) for group, layout in layouts.items() if layout.shapes}
-        forms = [of_groups.get(key.object_group_id) or self._formats.get(_kind(key)) for key in keys]
-        self._formats.update((_kind(key), form) for key, form in zip(keys, forms, strict=True) if form)
+        last = {kind: known[0] for kind, known in self._formats.copy().items()}
+        forms = [of_groups.get(key.object_group_id) or last.get(_kind(key)) for key in keys]
+        self._learn(keys, forms)
         ok = np.zeros(len(keys), np.bool_)
         for form, rows in _rows_by(forms):
             if form is not None:
