@@ -47,7 +47,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         blocks_written, bytes_written: writes to RAM; `bytes_written` is null if the block size is unknown.
         writes_per_ref: blocks written to RAM per block reference.
         tier_writes_per_ref: blocks written to the tiers behind RAM, per reference.
-        optimum_hit_ratio: upper bound for any policy with these sizes; null if unknown.
+        optimum_hit_ratio: upper bound for any policy with these sizes. If the optimum is unknown, because
+            engines have devices and separate RAM, the same as `infinite_hit_ratio`.
         infinite_hit_ratio: prefix-hit ratio of an unlimited cache.
         baseline: policy and admission rule of the row with which this row is compared. The policy is LRU. The
             rule is ``all`` or, if the sweep does not include ``all``, the sweep's first rule. Both rows have
