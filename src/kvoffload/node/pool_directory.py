@@ -422,7 +422,7 @@ def _holder_of(fd: int) -> str:
             if fields[1] == "FLOCK" and fields[5] == place:
                 pid = int(fields[4])
     if pid <= 0:  # unknown, or in another container
-        return "another process"
+        return "another process, which may be stopped,"
     with contextlib.suppress(OSError, IndexError):
         # The state follows the name, which is in parentheses and may contain spaces.
         if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt":
