@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
@@ -11,11 +12,15 @@ import pytest
 
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION
+from kvoffload.core.tenants import MAX_TENANTS, Quota
 from kvoffload.errors import CombinedConfigError
 from kvoffload.integrations.vllm.scheduler_side import live_settings
 from kvoffload.integrations.vllm.scheduler_side.live_settings import LiveSettings
 from kvoffload.integrations.vllm.shared.options import parse_options
 from kvoffload.settings.watched import INTERVAL_S
+from kvoffload.tiering.tiered_manager import TieredManager
+from kvoffload.tiers.simulated import NoMemory, SimulatedTier
+from kvoffload.tiers.spec import names_of
 from support.naive.lru import NaiveLRU
 from support.timeouts import HANGS_S
 
@@ -90,6 +95,41 @@ def test_quotas_change(rig: Rig) -> None:
     rig.write('{"tenants": {}}')
     rig.step()
     assert rig.manager.stats().tenants.keys() == {"other"}
+
+
+def test_quotas_that_a_tier_refuses_change_neither_ram_nor_another_tier(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A tier takes fewer different names in its life than RAM, so RAM had the new quotas already."""
+    path, names = tmp_path / "live.json", [f"t{n}" for n in range(MAX_TENANTS - 1)]
+    disks = [f"disk:{tmp_path / name}:1MiB" for name in "ab"]
+    options = parse_options({"ram": 2**20, "policy": "lru", "tiers": disks})
+    tiers = [SimulatedTier(capacity, key_bytes=8) for capacity in (100, 100)]
+    for tier, name in zip(tiers, names_of(options.tiers), strict=True):
+        tier.name = name
+    manager = TieredManager(10, key_bytes=8, policy="lru", ram=NoMemory(10), tiers=tiers)
+    first, second = manager.tier_names
+    for name in names[:-1]:
+        manager.set_tenants({name: Quota(1)})
+        manager.set_tier_tenants(second, {name: Quota(1)})
+    now = 0.0
+    live = LiveSettings(str(path), options, clock=lambda: now)
+    live.apply_to(manager)
+
+    def write(name: str) -> None:
+        nonlocal now
+        quota = {"min": "512KiB"}
+        path.write_text(json.dumps({"tenants": {name: quota | {"tiers": {first: quota, second: quota}}}}))
+        now += INTERVAL_S
+        live.step()
+
+    write(names[0])
+    before = manager.stats().tenants, manager.tier_tenants()
+    assert before[0].keys() == {names[0], "other"}
+    assert [quotas.keys() for quotas in before[1]] == [{names[0], "other"}] * 2
+    write(names[-1])
+    assert "nothing is changed" in caplog.text
+    assert (manager.stats().tenants, manager.tier_tenants()) == before
 
 
 def test_the_used_part_of_ram_changes(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -16,14 +16,14 @@ from kvoffload.core.plans import ON_DEVICE_EVICTION
 from kvoffload.core.policy import PolicyName
 from kvoffload.core.policy_change import PolicyChange
 from kvoffload.core.quotas import ONE_OWNER
-from kvoffload.core.tenants import check_quotas
+from kvoffload.core.tenants import Quota, check_quotas
 from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm.shared.logs import logger
 from kvoffload.integrations.vllm.shared.options import VLLMOptions
-from kvoffload.integrations.vllm.shared.tenants import Tenants
+from kvoffload.integrations.vllm.shared.tenants import TenantOptions, Tenants
 from kvoffload.settings.read import Size
 from kvoffload.settings.watched import WatchedFile
-from kvoffload.tiering.tiered_manager import AnyManager
+from kvoffload.tiering.tiered_manager import AnyManager, TieredManager
 
 NUM_BLOCKS = 512
 """Number of blocks that a change of policy or size processes in one step. This takes less than a millisecond.
@@ -67,6 +67,7 @@ class LiveSettings:
         """Apply the settings to `manager` from now on. It must have the policy of the engine's start."""
         self._manager = manager
         self._policy = self._wanted = self._options.policy
+        self._tenants = self._options.tenants or TenantOptions({}, {})
         self._file = WatchedFile(self._path, LiveOptions, self._clock)
         self._prepared_policy = ""
         self._preparation: Future[PolicyChange] | None = None
@@ -124,15 +125,27 @@ class LiveSettings:
             self._resize(manager, num_blocks)  # first, because the quotas may need the larger size
         try:
             if tenants is not None and quotas is not None:
-                manager.set_tenants(quotas)
-                tenants.set_tiers(manager, self._options.tiers)
-                logger.info("kvoffload: %s: tenants with quotas: %s", self._path, str(tenants) or "none")
+                self._set_quotas(manager, tenants, quotas)
         except ConfigError:
             self._resize(manager, before)
             self._is_resizing = was_resizing
             raise
         if num_blocks is not None:
             self._resize(manager, num_blocks)
+
+    def _set_quotas(self, manager: AnyManager, tenants: TenantOptions, quotas: Mapping[str, Quota]) -> None:
+        """Set the quotas of RAM and of all tiers. If one of them refuses, all keep their old quotas."""
+        ram = manager.ram_manager if isinstance(manager, TieredManager) else manager
+        old = ram.tenants
+        ram.set_tenants(quotas)
+        try:
+            tenants.set_tiers(manager, self._options.tiers)
+        except ConfigError:
+            ram.set_tenants(old)
+            self._tenants.set_tiers(manager, self._options.tiers)
+            raise
+        self._tenants = tenants
+        logger.info("kvoffload: %s: tenants with quotas: %s", self._path, str(tenants) or "none")
 
     def _resize(self, manager: AnyManager, num_blocks: int) -> None:
         if num_blocks != self._num_blocks:
