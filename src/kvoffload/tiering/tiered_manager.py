@@ -35,7 +35,7 @@ from kvoffload.tiers.contract import Mask, Memory, SecondaryTier, TierStats
 _LOG = logging.getLogger("kvoffload.tiering")
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 _SETTLE_SLICE_S, _SETTLE_PAUSE_S = 0.02, 0.0005
-"""Longest wait of `settle` between two polls, and its pause after an attempt to drain that has failed."""
+"""Longest wait of `settle` between two polls, and its pause, once a tier has failed to drain in time."""
 
 
 class TieredManager:
@@ -425,11 +425,13 @@ class TieredManager:
 
     def settle(self, timeout_s: float) -> bool:
         """Wait until no job is in flight; return False on time-out. For tests, replays and shutdown."""
-        until = time.monotonic() + timeout_s
+        until, slice_s = time.monotonic() + timeout_s, timeout_s / 10
         while self.poll():
-            # In slices: a failed tier may never drain, while the other tiers still have work. `drain` may
-            # also succeed before the work is done, if a tier has no room or has lost results.
-            if not self._stack.drain(min(until, time.monotonic() + _SETTLE_SLICE_S)):
+            # In slices: a failed tier may never drain, while the other tiers still have work. Long slices at
+            # first, because in a replay the size of the next offer must not depend on the speed of a disk.
+            # `drain` may also succeed before the work is done, if a tier has no room or has lost results.
+            if not self._stack.drain(min(until, time.monotonic() + slice_s)):
+                slice_s = min(slice_s, _SETTLE_SLICE_S)
                 time.sleep(min(_SETTLE_PAUSE_S, max(0.0, until - time.monotonic())))
             if time.monotonic() >= until:
                 return not self.poll()
