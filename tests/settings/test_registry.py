@@ -137,6 +137,30 @@ def test_a_file_that_cannot_be_run_is_forgotten(tmp_path: Path, text: str, messa
     assert POLICIES.find(f"{path}:Mine").name == "mine"
 
 
+NEEDS_A_NAME = 'Mine needs a class attribute name, such as name = "mine"'
+
+
+@pytest.mark.parametrize(
+    ("methods", "name", "message"),
+    [
+        (("insert", "hit"), "'mine'", "Mine does not implement forget, reset, victim"),
+        (("insert", "hit", "forget", "reset", "victim"), None, NEEDS_A_NAME),
+        (("insert", "hit", "forget", "reset", "victim"), "5", NEEDS_A_NAME),
+        (("insert", "hit", "forget", "reset", "victim"), "''", NEEDS_A_NAME),
+    ],
+)
+def test_an_incomplete_class_is_refused(
+    tmp_path: Path, methods: tuple[str, ...], name: str | None, message: str
+) -> None:
+    """A replay ended with a traceback, a sweep after the first replay."""
+    lines = ["from kvoffload import BlockwisePolicy", "class Mine(BlockwisePolicy):"]
+    lines += [f"    def {method}(self, *args): pass" for method in methods]
+    lines += [f"    name = {name}"] if name else []
+    path = tmp_path / "incomplete.py"
+    path.write_text("\n".join(lines))
+    assert refused(f"{path}:Mine") == message
+
+
 def test_a_broken_entry_point_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     points = [EntryPoint("broken", "no.such.module:Policy", "kvoffload.policies")]
     monkeypatch.setattr("kvoffload.settings.registry.entry_points", lambda group: points)

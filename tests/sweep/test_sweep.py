@@ -636,7 +636,7 @@ def test_a_killed_worker_ends_the_sweep(chat: str, tmp_path: Path, monkeypatch: 
     [
         (["--policies", "lru,lruu"], "policy: 'lruu' is invalid; allowed: "),
         (["--policies", "kvoffload:BlockwisePolicy"], "policy: 'kvoffload:BlockwisePolicy' "
-                                                      "is invalid; its constructor fails: "),
+                                                      "is invalid; BlockwisePolicy does not implement "),
         (["--policies", "lru,,arc"], "policies: 'lru,,arc' is invalid; allowed: values separated by "
                                      "commas, none of them empty"),
         (["--admissions", "all,reuse:x"], "admission: 'reuse:x' is invalid; store_threshold: allowed: a "
@@ -954,3 +954,12 @@ def test_a_scheduler_that_does_not_answer(address: str) -> None:
 def test_every_column_is_explained() -> None:
     text = (Path(__file__).resolve().parents[2] / "docs" / "sweep.md").read_text()
     assert [name for name in Row.__struct_fields__ if f"`{name}`" not in text] == []
+
+
+def test_a_policy_whose_constructor_fails_is_refused(chat: str, replays: list[Task], tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    lines = ["from kvoffload.policies.lru import LRU", "class Mine(LRU):", "    name = 'mine'"]
+    file.write_text("\n".join([*lines, "    def __init__(self, index, more): pass"]))
+    done = kvoffload("sweep", chat, "--policies", f"{file}:Mine")
+    message = f"kvoffload: policy: '{file}:Mine' is invalid; its constructor fails: TypeError: "
+    assert (done.returncode, done.stderr[: len(message)], replays) == (2, message, [])

@@ -185,6 +185,13 @@ class Registry(Generic[T]):
     def _check(self, name: object, cls: object) -> type[T]:
         if not (_is_class(cls) and issubclass(cls, self._base)):
             raise ConfigError(self.field, name, f"it must be a subclass of {self._base.__name__}")
+        if missing := sorted(getattr(cls, "__abstractmethods__", ())):
+            raise ConfigError(self.field, name, f"{cls.__name__} does not implement {', '.join(missing)}")
+        needs_name = "name" in getattr(self._base, "__annotations__", ())
+        own_name = getattr(cls, "name", None)
+        if needs_name and not (isinstance(own_name, str) and own_name):
+            why = f'{cls.__name__} needs a class attribute name, such as name = "mine"'
+            raise ConfigError(self.field, name, why)
         return cls
 
 
