@@ -69,6 +69,6 @@ def log_store(log: Log, path: Path, new: Entering, kind: int, stored: int) -> No
 
 @kernel
 def log_call(cache: Cache, path: Path, kind: int, count: int, result: int) -> None:
-    """Append a call to the log. For methods whose kernels do not log."""
+    """Append a call to the log. Called for methods whose own kernels do not log."""
     if cache.log.is_open and path.recorded != ENDED:
         put_number(cache.log, path, kind, count, result)

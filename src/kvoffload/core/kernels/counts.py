@@ -15,14 +15,20 @@ from kvoffload.structures.jit import inline
 
 @inline
 def hold(cache: Cache, slot: int, change: int) -> None:
-    """Update this process's count of pins and writes of a slot. Only if processes share the slots."""
+    """Add `change` to this process's count of pins and writes of a slot.
+
+    The counts exist only if several processes share the slots. Otherwise this does nothing.
+    """
     if cache.holds.shape[0] != 0:
         cache.holds[slot] += np.int32(change)
 
 
 @inline
 def count_evictable(cache: Cache, slot: int, change: int) -> None:
-    """Add `change` to the owner's number of evictable blocks. A condemned block has no owner."""
+    """Add `change` to the number of evictable blocks of the block's owner.
+
+    Condemned blocks are skipped, because they have no owner.
+    """
     if not cache.slots.condemned[slot]:
         cache.tenants.evictable[cache.tenants.owner[slot]] += change
 

@@ -22,7 +22,7 @@ from kvoffload.structures.jit import inline, kernel
 
 @inline
 def _adopt_orphans(cache: Cache, path: Path, load: Pinned) -> None:
-    """Make the request's tenant the owner of loaded, pinned blocks whose owner no longer exists."""
+    """Make the request's tenant the owner of the load's orphans: blocks whose owner no longer exists."""
     tenants, tenant, num_adopted = cache.tenants, tenant_of(cache, path), 0
     for row in range(load.count):
         num_adopted += adopt(tenants, load.slots[row], tenant)
@@ -83,7 +83,7 @@ def unpin(cache: Cache, load: Pinned, is_load: bool) -> int:
 
 @kernel
 def loaded(cache: Cache, path: Path, load: Pinned) -> int:
-    """Record that the device holds the blocks of a load. For a victim tier.
+    """Record that the device now holds the blocks of a load. Called only in a victim tier.
 
     Returns the number of blocks that the caller must remove from a policy in Python.
     """

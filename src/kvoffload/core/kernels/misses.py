@@ -47,7 +47,8 @@ def count_misses(cache: Cache, path: Path, first: int, count: int, counts: I64Ar
 
     Writes the code of each block to ``path.found``. Leading blocks that can be loaded are `READY`. Blocks in
     the cache behind a missing block are `BEHIND_A_GAP`. After `_SAMPLED_AFTER` blocks with one reason, only
-    every `_STRIDE`-th block is looked up. Where the reason changes, the skipped blocks are looked up, too.
+    every `_STRIDE`-th block is looked up. If such a block has another reason, the skipped blocks before it
+    are looked up, too.
 
     Args:
         first: path position of the first of `count` blocks; -1 for the blocks of the last batch.
@@ -79,10 +80,7 @@ def count_misses(cache: Cache, path: Path, first: int, count: int, counts: I64Ar
 
 @kernel
 def note_absent(cache: Cache, batch: ReadU64Matrix, event: int) -> None:
-    """Record why the blocks of `batch` are absent.
-
-    `event`: a code of `miss_record`, the same for all blocks.
-    """
+    """Record `event`, a code of `miss_record`, as the reason why the blocks of `batch` are absent."""
     for row in range(batch.shape[0]):
         note(cache.misses, hash_row(batch, row), event)
 

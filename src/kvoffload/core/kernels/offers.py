@@ -20,7 +20,7 @@ from kvoffload.structures.index import ABSENT, copy_key
 from kvoffload.structures.jit import inline
 
 NO_ROOM = -1
-"""Result of `prepare_store`: no missing block has room."""
+"""Result of `prepare_store`: there is no room for any missing block."""
 
 
 @inline
@@ -52,7 +52,8 @@ def is_owed(cache: Cache) -> bool:
 def is_cut(cache: Cache, path: Path, new: Entering, admitted: int) -> bool:
     """Return True if an offer is refused: all its missing blocks come after a block that the policy refused.
 
-    Returns False if the policy must accept all blocks, or if another request has stored the refused block.
+    Returns False if the policy must accept all blocks. Also returns False if the refused block is present
+    now, because another request has stored it.
     """
     if admitted != 0 or path.cut == 0 or new.num_missing == 0 or is_owed(cache):
         return False
@@ -65,7 +66,7 @@ def offer_batch(
 ) -> int:
     """Collect a batch's missing blocks in `new`; return the number of blocks to store, or an error.
 
-    A block without room is not stored. With `no_store` no block is stored.
+    Blocks for which there is no room are not stored. With `no_store` no block is stored.
     """
     count = add_batch(path, batch)
     return count if count < 0 else offer_rows(cache, path, count, new, no_store, admitted)

@@ -29,7 +29,7 @@ def _count_on_path(cache: Cache, path: Path) -> None:
 
 @inline
 def _room_of_tenant(cache: Cache, path: Path, wanted: int) -> int:
-    """Return how many of `wanted` new blocks have room under the quotas. Also sets ``tenants.givers``."""
+    """Return how many of `wanted` new blocks fit under the quotas. Also sets ``tenants.givers``."""
     tenants, num_free = cache.tenants, cache.slots.num_free
     for owner in range(tenants.num_tenants):
         tenants.on_path[owner] = 0

@@ -84,7 +84,10 @@ def report_used(cache: Cache, path: Path) -> int:
 
 @kernel
 def expect(cache: Cache, path: Path) -> int:
-    """Report newly expected blocks to a compiled policy; return the path position of the first one."""
+    """Report newly expected blocks to a compiled policy.
+
+    Returns the path position of the first newly expected block.
+    """
     start = path.foreseen
     if start < path.num_expected:
         if cache.expect != 0:

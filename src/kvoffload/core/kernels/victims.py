@@ -43,9 +43,10 @@ def give(cache: Cache, path: Path, new: Entering) -> None:
 
 @inline
 def check_victims(cache: Cache, path: Path, new: Entering) -> int:
-    """Return 0, or ``FIRST_WRONG - row`` for the first invalid victim. Ends the limits of ``cache.spares``.
+    """Return 0, or ``FIRST_WRONG - row`` for the first invalid victim.
 
-    Invalid victims: slots that are protected, also by a quota; slots that are named twice; duplicates.
+    A victim is invalid if its slot is protected (by a pin or by a quota), if the policy has named the slot
+    twice, or if the block is a duplicate. Afterwards the limits in ``cache.spares`` no longer apply.
     """
     ref_cnt, error, checked = cache.slots.ref_cnt, 0, new.count
     for i in range(new.num_free, new.count):
@@ -67,9 +68,9 @@ def check_victims(cache: Cache, path: Path, new: Entering) -> int:
 
 @inline
 def has_hole(new: Entering) -> bool:
-    """Return True if a policy refused a block of a prefix but accepted a later block, an error.
+    """Return True if a policy refused a block of a prefix but accepted a later block.
 
-    The check of victims then reports the refused row.
+    This is an error of the policy. The check of victims then reports the refused row.
     """
     if new.one_prefix:
         for i in range(new.num_given + 1, new.count):

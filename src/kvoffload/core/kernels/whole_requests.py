@@ -37,9 +37,9 @@ def live_all(
 ) -> int:
     """Run requests from lookup to finish: look up the blocks, store the missing blocks at once, finish.
 
-    Needs a compiled policy, no admission rule and the store mode on-compute. Has the effect of `lookup`,
-    `prepare_store`, `become_ready` and `finish` on a new path for each request. Releases the GIL: no other
-    thread may use the cache during the call.
+    For each request the effect is that of `lookup`, `prepare_store`, `become_ready` and `finish` on a new
+    path. The policy must be compiled, the store mode must be on-compute, and there must be no admission rule.
+    The call releases the GIL. No other thread may use the cache during the call.
 
     Args:
         path, new: memory for the longest request, reused for every request. ``new.admitted`` is 1 if the
