@@ -47,7 +47,7 @@ class Hints:
         return self if self is NO_HINTS else Hints(self.finish_reason, self.session_over)
 
     def updated(self, later: Hints) -> Hints:
-        """Return these hints, updated with every field that `later` sets."""
+        """Return a copy of these hints. Fields that are set in `later` have the values of `later`."""
         values = {name: getattr(later, name) for name in Hints.__slots__}
         changes = {name: value for name, value in values.items() if value != getattr(NO_HINTS, name)}
         return replace(self, **changes) if changes else self

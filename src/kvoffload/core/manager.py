@@ -754,7 +754,7 @@ class OffloadingManager:
     """Raised by `prepare_load` and `pin` for a block that is not ready."""
 
     def _decide_by(self, policy: EvictionPolicy) -> None:
-        """Replace the policy that decides. `policy` must already order the resident blocks."""
+        """Let `policy` decide from now on. All resident blocks must already be in the policy's order."""
         self.policy, self.policy_may_refuse = policy, self._may_refuse(policy)
         self.store_mode.decide_by(policy)
         self._state.tenants.marks.fill(0)  # places in the lists of the old policy

@@ -1,6 +1,7 @@
-"""The present set-up of a running server as a row of a plan, compared with the server's metrics.
+"""A running server's present setup, as a row of a plan.
 
-Finds the set-up in the metrics and in the setups of the plan, and replays it. The comparison is in `check`.
+Reads the setup from the server's metrics and replays it, so that `check` can compare the replay with the
+metrics.
 """
 
 from __future__ import annotations

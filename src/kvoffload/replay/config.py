@@ -42,9 +42,9 @@ class ReplayConfig:
         device_blocks: blocks of an LRU device cache in front of RAM; 0 for none.
         store: moment at which blocks are offered to RAM: ``on-compute`` or ``on-device-eviction``.
         tiers: tiers behind RAM, fastest first; capacities are numbers of blocks (`TierOptions.in_blocks`).
-        decode_tokens_per_s: assumed generation speed of each request; determines the end of the request. 0: a
-            request ends as soon as it is served. In both cases, the device may drop the request's blocks as
-            soon as it is served.
+        decode_tokens_per_s: assumed generation speed of each request; determines the end of the request.
+            If 0, a request ends as soon as its blocks are loaded or computed. With any value, the device
+            may drop the blocks from then on.
         queue_requests: assumed number of requests in the engine's queue. The manager expects their blocks.
         instances: number of engines. Each engine has its own device, RAM and tiers, but all engines share the
             last tier if this tier is simulated (`may_be_shared`). `SharedReplay` replays several engines.

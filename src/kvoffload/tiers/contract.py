@@ -85,7 +85,7 @@ class SecondaryTier(ABC):
 
     @abstractmethod
     def contains(self, keys: Keys, request: object | None = None) -> Mask:
-        """Return a mask of the blocks that can be read now. No I/O; cost: one index probe a key."""
+        """Return a mask of the blocks that can be read now. Does no I/O. Cost: one index probe per key."""
 
     def missed(self, keys: Keys) -> None:  # noqa: B027  (for rules that learn the value of blocks)
         """Record that a lookup did not find these blocks in RAM. The tier may or may not have them.
@@ -187,7 +187,10 @@ class SharedTier(SecondaryTier):
 
     @abstractmethod
     def unknown(self, keys: Keys, request: object | None = None) -> Mask:
-        """Return a mask of the blocks whose presence needs a probe. No I/O; cost: one index probe a key."""
+        """Return a mask of the blocks whose presence needs a probe.
+
+        Does no I/O. Cost: one index probe per key.
+        """
 
     @abstractmethod
     def submit_probe(self, keys: Keys) -> int:

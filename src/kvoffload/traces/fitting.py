@@ -137,8 +137,9 @@ class _Search:
 
         - The preset.
         - The preset with texts as long as in the recording.
-        - Two workloads computed from the statistics of the recording. Their context limits are the length of
-          the longest request, and the 90th percentile of the requests' lengths.
+        - Two workloads computed from the statistics of the recording. The context limit of the first is the
+          length of the longest request. The context limit of the second is the 90th percentile of the
+          requests' lengths.
         """
         recorded, tokens = self._statistics, self._block_tokens
         named = replace(

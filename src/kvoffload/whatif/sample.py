@@ -83,10 +83,11 @@ class Sample:
         Args:
             ctx: a finished request.
             labels: assigns numbers to the hints.
-            num_skipped: number of leading blocks that were not looked up. The value -1 stands for the blocks
-                before the request's first `lookup`, or for all blocks if there was no lookup.
-            asked_end: number of leading blocks up to and including the last looked-up block; -1 stands for
-                all blocks.
+            num_skipped: number of leading blocks that were not looked up. If -1, the path's own
+                record counts: the blocks before the request's first `lookup`, or all blocks if there was no
+                lookup.
+            asked_end: number of leading blocks up to and including the last looked-up block. If -1, all
+                blocks of the path.
 
         Cost: a nanosecond for each block of the path.
         """

@@ -1,7 +1,7 @@
 """Room of a store: the number of new blocks that fit into free slots and the slots of evictable blocks.
 
-Owns the count, within quotas, and the test whether a store can spare expected blocks. Does not know offers,
-and chooses no victim.
+Counts this room under the quotas, and tests if a store can leave all expected blocks in the cache. Does not
+know offers, and chooses no victim.
 """
 
 from __future__ import annotations

@@ -80,8 +80,8 @@ class KVOffloadConnector(OffloadingConnector):
     def build_prom_metrics(cls, vllm_config: Any, *arguments: Any) -> Any:
         """Return the metrics of our specification.
 
-        Sets the name of the specification in the configuration, as the constructor does, because in a
-        ``MultiConnector`` vLLM passes another copy of the configuration to the constructor.
+        Sets the name of the specification in `vllm_config`. The constructor does this, too, but in a
+        ``MultiConnector`` vLLM gives the constructor another copy of the configuration.
         """
         _with_spec(vllm_config)
         return super().build_prom_metrics(vllm_config, *arguments)

@@ -608,7 +608,7 @@ def _replace_one_by_one(own: State, new: Entering, cache: Cache, path: Path) -> 
 
 @inline
 def _insert_in_shadow(own: State, new: Entering) -> None:
-    """Make the blocks that the device drops the most recent blocks of the simulated LRU.
+    """Move a batch of blocks, which the device drops, to the recent end of the simulated LRU.
 
     The first block of the batch becomes the most recent.
     """

@@ -242,10 +242,10 @@ def decode_group(layout: Layout, slab_id: int, memory: Bytes) -> Group | None:
 
 
 class Head(NamedTuple):
-    """Head of a checkpoint, in its first and last page. The heads are written after all groups.
+    """Head of a checkpoint. The first and the last page hold a copy each, written after all groups.
 
     Attributes:
-        last_generation: greatest generation ever written, including removed blocks.
+        last_generation: greatest generation of any block that was ever written, also of removed blocks.
         written: (hour since 1970, number of blocks written in this hour), ascending.
     """
 

@@ -1,6 +1,6 @@
 """Plans of transfers in flight.
 
-Needed because vLLM reports the end of a transfer by request and keys, not by plan.
+When a transfer ends, vLLM reports only the request and the keys. This module finds the plan for them.
 """
 
 from __future__ import annotations
