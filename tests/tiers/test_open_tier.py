@@ -105,6 +105,15 @@ def test_a_disk_is_opened_by_its_text(tmp_path: Path) -> None:
     striped.close()
 
 
+def test_a_refused_directory_leaves_no_directory_open(tmp_path: Path) -> None:
+    (tmp_path / "c").write_text("")
+    paths = [f"{tmp_path}/{name}" for name in "abc"]
+    with refusal("c"):
+        open_tier(f"disk:{'|'.join(paths)}:3MiB", block_bytes=BLOCK_BYTES, fingerprint="model")
+    for path in paths[:2]:
+        open_tier(f"disk:{path}:1MiB", block_bytes=BLOCK_BYTES, fingerprint="model").close()
+
+
 def test_a_label_is_the_name(tmp_path: Path) -> None:
     tier = open_tier(f"disk:{tmp_path}:1MiB,label=slow", block_bytes=BLOCK_BYTES, fingerprint="model")
     assert tier.name == "slow"

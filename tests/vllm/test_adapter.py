@@ -169,6 +169,7 @@ def test_damaged_block_is_a_miss(world: Callable[..., World]) -> None:
     assert rig.manager.metrics.counts["verification_failures"] in (1, 2)
     for request in (ctx, same_time):
         rig.manager.on_request_finished(request)
+    assert rig.manager.core.lookup(path).num_ready == 3, "the damaged block is forgotten"
     rig.check()
 
 

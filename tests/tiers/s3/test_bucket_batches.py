@@ -165,6 +165,13 @@ def test_writes_to_a_full_bucket_are_dropped_and_pause(
     assert not tier.submit_write(KEYS, block, np.arange(2))[1].any(), "writes pause"
 
 
+def test_cost_begins_at_zero_and_has_all_prices() -> None:
+    ledger = Ledger(Prices(per_1000_puts=3000.0, per_1000_gets=500.0, per_gb_read=2e9))
+    assert ledger.cost == 0
+    ledger.add(puts=1, gets=10, bytes_received=100)
+    assert ledger.cost == pytest.approx(1 * 3.0 + 10 * 0.5 + 100 * 2.0)
+
+
 def test_failed_request_is_not_repeated(objects: Objects, tier: RemoteTier) -> None:
     write(tier)
 

@@ -342,7 +342,6 @@ class Committer:
             self._gated.clear()
             self._in_flight.clear()
             self._pending, self._num_accesses = _Batch(), 0
-            self._committing = False
         fail(failed)
         self._movers.end(failed)
 
