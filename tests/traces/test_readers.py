@@ -141,6 +141,21 @@ def test_an_invalid_line_is_named_or_skipped(
     assert trace.skipped_lines == 1
 
 
+@pytest.mark.parametrize("block_id", ["00ff", "ü", 2**64 - 1])
+@pytest.mark.parametrize("late", [0, 1])
+def test_an_error_shows_ids_as_in_the_file(chat: Callable[..., Path], block_id: int | str, late: int) -> None:
+    """It showed the reader's numbers of ids that are not 64-bit numbers: ``id -1 follows id -3``."""
+    path = chat(line(["a", block_id], timestamp=late), line(["b", block_id]))
+    first, second = ("b", "a") if late else ("a", "b")
+    shown = json.dumps(block_id, ensure_ascii=False)
+    message = f'field hash_ids[1]: id {shown} follows id "{second}" here, but follows id "{first}" in line '
+    with pytest.raises(TraceError) as error:
+        read_trace(path)
+    assert message in str(error.value)
+    with pytest.raises(TraceError, match=r'id "twice" occurs twice in this request$'):
+        read_trace(chat(line(["twice", "twice"])))
+
+
 def test_a_skipped_line_defines_no_chain(chat: Callable[..., Path]) -> None:
     broken, good = line([5, 2, 3], timestamp=1), line([6, 3], timestamp=2)
     trace = read_trace(chat(line([1, 2]), broken, good, "nonsense"), skip_bad_lines=True)

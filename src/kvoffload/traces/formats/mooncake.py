@@ -18,6 +18,7 @@ times are read as seconds if any time has a fraction, or if `load_trace` gets th
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from array import array
@@ -283,6 +284,7 @@ class _Requests:
         kept, starts = _Requests(self.block_size.tokens), self.offsets().tolist()
         kept.skipped_lines, kept._are_seconds = self.skipped_lines, self._are_seconds
         kept._assumed, kept._has_unit = self._assumed, self._has_unit
+        kept._number_of = self._number_of
         for request in requests:
             kept.ids.extend(self.ids[starts[request] : starts[request + 1]])
             for name in _OF_A_REQUEST:
@@ -303,6 +305,12 @@ class _Requests:
             return block_id
         self._num_numbered += 1
         return self._number_of.setdefault(block_id, -1 - len(self._number_of))
+
+    def _as_in_file(self, block_id: int) -> str:
+        """Return the JSON text of an id, for messages. Undoes `_numbered`."""
+        if not self._number_of or block_id >= 0:
+            return str(block_id)
+        return json.dumps(list(self._number_of)[-1 - block_id], ensure_ascii=False)
 
     @property
     def has_unclear_ids(self) -> bool:
@@ -375,11 +383,12 @@ class _Requests:
         """Raise `BadLineError`: an id has different predecessors at the indices `position` and `first`."""
         ids, offsets, numbers = self.ids, self.offsets(), self.line_numbers
         here, there = (int(np.searchsorted(offsets, at, "right")) - 1 for at in (position, first))
-        field = f"{numbers[here]}: field hash_ids[{position - offsets[here]}]: id {ids[position]}"
+        block_id = self._as_in_file(ids[position])
+        field = f"{numbers[here]}: field hash_ids[{position - offsets[here]}]: id {block_id}"
         if here == there:
             raise BadLineError(f"{field} occurs twice in this request")
         now, before = (
-            f"follows id {ids[at - 1]}" if at > offsets[request] else "comes first"
+            f"follows id {self._as_in_file(ids[at - 1])}" if at > offsets[request] else "comes first"
             for at, request in ((position, here), (first, there))
         )
         raise BadLineError(f"{field} {now} here, but {before} in line {numbers[there]}")
