@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION
 from kvoffload.replay.config import ReplayConfig
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.decisions import DecisionLog
@@ -18,6 +19,7 @@ from kvoffload.replay.replay import Replay
 from kvoffload.replay.report import ReplayReport
 from kvoffload.replay.trace_keys import TraceKeys
 from kvoffload.testing.audit import audit
+from kvoffload.tiers.spec import parse_tiers
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.trace import Trace
 from kvoffload.traces.workloads import builtin
@@ -68,6 +70,15 @@ def test_a_request_longer_than_the_tier_stores_its_head() -> None:
     assert b"0 drop 3 4\n0 store 1 2\n" in log.getvalue()
     assert b"1 hit 0 2\n1 full 2\n" in log.getvalue()
     assert (report.prefix_hit_blocks, report.blocks_dropped) == (2, 4)
+    assert report.block_hit_ratio == 2 / 8
+
+
+@pytest.mark.parametrize(("store", "device_blocks"), [(ON_COMPUTE, 0), (ON_DEVICE_EVICTION, 2)])
+def test_promoted_blocks_are_block_hits(store: str, device_blocks: int) -> None:
+    """With a victim tier they were not counted, so that the block hits were fewer than the prefix hits."""
+    config = ReplayConfig(2, device_blocks=device_blocks, store=store, tiers=parse_tiers("tiers", "9"))
+    report = Replay(trace_of([1, 2], [3, 4], [5, 6], [1, 2]), config).run()
+    assert report.blocks_promoted == report.prefix_hit_blocks == 2
     assert report.block_hit_ratio == 2 / 8
 
 

@@ -205,7 +205,6 @@ class Replay:
         on_device = device.served(request) if device is not None else 0
         if device is not None and self._is_victim_tier:
             resident = device.contains(codes) | self.manager.contains(keys, ctx)
-            self._block_hits += int(np.count_nonzero(resident))
         wanted = (codes[on_device:], keys[on_device:]) if on_device else (codes, keys)
         watch = self._watch
         if watch is not None:
@@ -216,6 +215,8 @@ class Replay:
         if watch is not None:
             watch.observer.served(request, codes, on_device + from_tier, watch.places)
         if device is not None and self._is_victim_tier:
+            resident[: on_device + from_tier] = True  # promoted blocks, too
+            self._block_hits += int(np.count_nonzero(resident))
             dropped = device.serve(request)
             if len(dropped):
                 self._store(request, dropped, self._keys.of_blocks(dropped), None)

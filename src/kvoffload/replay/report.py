@@ -96,7 +96,8 @@ class ReplayReport(Report, frozen=True, kw_only=True):
         device_hit_blocks: prefix hits of the device.
         offload_hit_blocks: prefix hits of all tiers.
         block_hit_ratio: share of the references whose block was resident, even if an earlier block of the
-            request was absent. Resident means in RAM or, for a victim tier, in RAM or on the device.
+            request was absent. Resident means in RAM, also by promotion for this request. For a victim tier,
+            blocks on the device are resident, too.
         infinite_hit_ratio: prefix-hit ratio of an unlimited cache.
         optimum_hit_ratio: upper bound of the prefix-hit ratio for any policy behind this device, in a cache
             with the capacity of all tiers together. The bound assumes that the cache is empty at the start,
