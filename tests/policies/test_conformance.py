@@ -301,7 +301,7 @@ FAULTS: list[tuple[type[Any], str, str]] = [
     (StoresEveryHint, "test_it_takes_any_hints", "^'"),
     (ForgetsThatABlockMayBeAbsent, "test_it_takes_any_hints", "not in list"),
     (CountsTenants, "test_memory_is_bounded", "grows without limit"),
-    (HasNoName, "test_it_is_found_and_says_its_name", "is empty"),
+    (HasNoName, "test_it_is_found_and_says_its_name", "needs a class attribute name"),
 ]
 
 
