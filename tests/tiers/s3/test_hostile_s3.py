@@ -532,6 +532,33 @@ def test_response_may_arrive_in_any_pieces(kind: str, size: int) -> None:
     assert connection.is_usable == (kind != "the end")
 
 
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        (b"3\r\nabcd\r\n0\r\n\r\n", "a chunk is longer than its size"),
+        (b"xyz\r\nabc\r\n", "a chunk without a size"),
+        (b"-3\r\nabc\r\n0\r\n\r\n", "a chunk without a size"),
+    ],
+)
+def test_wrong_chunk_is_an_error(body: bytes, problem: str) -> None:
+    data = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + body
+
+    async def exchange() -> None:
+        connection, into = HttpConnection(), Small(2000)
+        connection.connection_made(Wire())
+        task = asyncio.ensure_future(connection.request(b"GET", (), lambda head: into))
+        await asyncio.sleep(0)
+        for number in data:
+            connection.get_buffer(-1)[:1] = bytes([number])
+            connection.buffer_updated(1)
+        connection.connection_lost(None)
+        with pytest.raises(ResponseError, match=problem):
+            await task
+        assert not connection.is_usable
+
+    asyncio.run(exchange())
+
+
 @pytest.mark.parametrize("at", [0, 10, 40, 60, 100, 800])
 def test_incomplete_response_is_an_error(at: int) -> None:
     data = b"HTTP/1.1 200 OK\r\nServer: x\r\n" + RESPONSES["a length"]
