@@ -166,6 +166,20 @@ def test_rm_deletes_slabs_and_leaves_the_lock(filled: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(("answer", "is_deleted"), [("y\n", True), ("n\n", False), ("\n", False)])
+def test_rm_asks(filled: Path, answer: str, is_deleted: bool) -> None:
+    result = CliRunner().invoke(command, ["rm", str(filled)], input=answer)
+    assert result.exit_code == (0 if is_deleted else 1)
+    assert result.output.startswith("Delete 1 slab of ")
+    assert (slabs_in(filled) == []) == is_deleted
+
+
+def test_rm_without_an_answer_names_the_option(filled: Path) -> None:
+    with pytest.raises(ConfigError, match="yes: missing; there is no answer on standard input; give --yes"):
+        run("rm", filled)
+    assert len(slabs_in(filled)) == 1
+
+
 def test_rm_leaves_foreign_files(filled: Path) -> None:
     both = filled / "both"
     for producer in ("one", "another"):

@@ -130,7 +130,8 @@ class Parts:
     def rotate_if_due(self) -> None:
         """Continue in a new part if the current part is large enough. Call this method between two records.
 
-        If a cut has ended, also put the state that it has written at the beginning of the current part.
+        If a cut has ended, also copies the state that the cut has written to the beginning of the current
+        part.
         """
         if self.ended is not None:
             return

@@ -15,7 +15,7 @@ import click
 
 from kvoffload.cli.fields import argument, option, options_of
 from kvoffload.cli.options import FormatOptions
-from kvoffload.cli.output import Terminal, properties, terminal_table
+from kvoffload.cli.output import Terminal, confirm, properties, terminal_table
 from kvoffload.cli.text import difference_lines
 from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.pages.page import Table
@@ -130,7 +130,7 @@ def rm(options: DeleteOptions) -> None:
     file_bytes = size(sum(slab.stat().st_size for slab in slabs))
     summary_line = f"{counted(len(slabs), 'slab')} of {file_bytes} in {slabs[0].parent}"
     if not options.yes:
-        click.confirm(f"Delete {summary_line}?", abort=True)
+        confirm(f"Delete {summary_line}?")
     delete_slabs(slabs)
     click.echo(f"{summary_line}: deleted")
 

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeR
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from kvoffload.errors import ConfigError
 from kvoffload.pages.page import Table
 from kvoffload.settings.output_files import check_new, written
 from kvoffload.text import NO_BREAK, unbroken
@@ -54,6 +55,20 @@ def plain_text(shown: RenderableType, width: int = _WIDTH) -> bytes:
     with console.capture() as captured:
         console.print(shown)
     return captured.get().encode()
+
+
+def confirm(question: str) -> None:
+    """Ask the user a question, and return if the answer is yes.
+
+    Raises: `click.Abort` if the answer is no, or after an interrupt. `ConfigError` if standard input has
+    ended, as in a script.
+    """
+    try:
+        click.confirm(question, abort=True)
+    except click.Abort as error:
+        if isinstance(error.__context__, EOFError):
+            raise ConfigError("yes", None, "there is no answer on standard input; give --yes") from None
+        raise
 
 
 def check_output(field: str, path: Path, *, force: bool) -> None:

@@ -11,7 +11,7 @@ import click
 
 from kvoffload.cli.fields import argument, option, options_of
 from kvoffload.cli.options import FormatOptions
-from kvoffload.cli.output import Terminal, properties, terminal_table
+from kvoffload.cli.output import Terminal, confirm, properties, terminal_table
 from kvoffload.errors import ConfigError
 from kvoffload.node.pool_directory import SHARED_MEMORY, STATE, PoolStatus, find, pools
 from kvoffload.node.pool_directory import remove as remove_pool
@@ -86,7 +86,7 @@ def rm(options: RemoveOptions) -> None:
     """Remove the pool NAME, with every block in it. Stop all engines of the pool first."""
     status = find(options.name, _checked(options.root))
     if not options.yes:
-        click.confirm(f"Remove the pool {status.name} of {size(status.num_bytes)}?", abort=True)
+        confirm(f"Remove the pool {status.name} of {size(status.num_bytes)}?")
     click.echo(f"pool {status.name} of {size(remove_pool(status.name, options.root))}: removed")
 
 

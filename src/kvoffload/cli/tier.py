@@ -262,8 +262,8 @@ def _print_speeds(speeds: list[Speeds], verdict: dict[str, Any] | None) -> None:
 def _print_server(report: ServerReport) -> None:
     memory = None
     if report.used_bytes is not None and report.limit_bytes is not None:
-        limit = size(report.limit_bytes) if report.limit_bytes else "any"
-        memory = f"{size(report.used_bytes)} of {limit}"
+        limit = f"of {size(report.limit_bytes)}" if report.limit_bytes else "without a limit"
+        memory = f"{size(report.used_bytes)} {limit}"
     looked_up = (report.hits or 0) + (report.misses or 0)
     rows = {
         "server": report.version,

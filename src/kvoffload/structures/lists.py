@@ -118,7 +118,7 @@ def unlink_all(links: I32Matrix, positions: I32Array, count: int) -> None:
 
 @inline
 def push_all(links: I32Matrix, sentinel: int, positions: I32Array, count: int) -> None:
-    """Add the first `count` entries of `positions`, which must be in no list, to a list.
+    """Add the first `count` entries of `positions` to a list. They must not be in any list.
 
     ``positions[0]`` becomes the head.
     """

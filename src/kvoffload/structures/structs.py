@@ -195,7 +195,7 @@ class Struct:
 
     @classmethod
     def over(cls: type[S], memory: bytearray | memoryview, start: int = 0) -> S:
-        """Return the struct at byte `start` of memory from `blank`. Its arrays are created on access."""
+        """Return the struct at byte `start` of `memory`, made by `blank`. Arrays are created on access."""
         self = cls.__new__(cls)
         self._attach(memory)
         self._start = start

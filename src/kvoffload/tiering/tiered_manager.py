@@ -53,7 +53,7 @@ class TieredManager:
     blocks are HIT, and failed blocks are MISS. Requests for the same blocks share one read. Neither RAM's
     admission rule nor RAM's policy can refuse a promoted block.
 
-    **Probe.** The contents of a tier that machines share are unknown. A lookup sends one probe for the
+    **Probe.** The manager does not know which blocks are in a shared tier. A lookup sends one probe for the
     remaining path. Meanwhile `lookup` returns RETRY, for at most the tier's `probe_timeout_s` in all.
 
     **Slow and failing tiers.**

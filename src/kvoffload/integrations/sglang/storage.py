@@ -193,7 +193,7 @@ class KVOffloadStorage(HiCacheStorage):
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Write pages of several pools from their host pools. Returns the results of each pool by name."""
+        """Write pages of several pools from host memory to the tier. Returns results by name of the pool."""
         return self._of_pools(self._set, transfers, extra_info)
 
     # ---- the first interface: flat tensors

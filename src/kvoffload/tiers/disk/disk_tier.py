@@ -91,8 +91,8 @@ class Job:
 
     Attributes:
         plan: the blocks, pinned or in flight until the job ends.
-        ok: result mask, one row for each block of the job.
-        at: row in `ok` of each block of the plan.
+        ok: result mask, one row for each block that the caller has given to the job.
+        at: for each block of the plan, its row in `ok`.
         generations, checksums: the expected values of a read. A write sets the checksums as chunks end.
         outcomes: outcome of each block.
         began: start time in seconds of the monotonic clock.

@@ -36,7 +36,7 @@ class EpochHistory:
         self.has_warned = False
 
     def record(self, names: Sequence[bytes], numbers: Sequence[int | None], now: float) -> None:
-        """Record the present number of each epoch key. If a number has changed, the former number has ended.
+        """Record the present number of each epoch key. If a key has a new number, its former epoch has ended.
 
         If the number of a key is None, the recorded number of the key stays.
         """

@@ -85,7 +85,8 @@ def why_not_kept(vllm_config: Any, *, sees_requests: bool, are_named: bool) -> s
     """Return the reason why tiers cannot keep this engine's blocks for later processes; "" if there is none.
 
     Args:
-        sees_requests: True if the connector keeps requests with an adapter out of tiers.
+        sees_requests: True if the connector sees every request, and keeps requests with an adapter from
+            the tiers.
         are_named: True if the user has named the weights for this tier (`identity` or `salt`). The user is
             then responsible for the name.
     """
