@@ -132,7 +132,7 @@ def _checked(
     with problems:
         in_ram: RamOptions = convert("ram", ram, Ram)
     with problems:
-        behind = parse_tiers("tiers", tiers)
+        tier_options = parse_tiers("tiers", tiers)
     with problems:
         policy_class = POLICIES.find(policy)
     with problems:
@@ -146,7 +146,7 @@ def _checked(
         if not problems.found and in_ram.shared:
             NodeManager.check_policy(policy_class(Index(1, KEY_BYTES)))
     problems.check()
-    return _Options(in_ram, behind, deadline_s, recompute_tokens_per_s)
+    return _Options(in_ram, tier_options, deadline_s, recompute_tokens_per_s)
 
 
 def _own_memory(ram: object, num_blocks: int, block_bytes: int) -> MemoryTier:

@@ -277,13 +277,13 @@ class KVOffloadAdapter(L2AdapterInterface):
             for form in {self._counted.get(key), *self._formats.get(_kind(key), ())}
             if form is not None
         ]
-        found = {key for key in keys if key in self._counted}
+        deleted = {key for key in keys if key in self._counted}
         for form, rows in _rows_by([form for _, form in named]):
             names = [_digest(named[row][0], form) for row in rows]
             is_present = self._store.stored(names, form[0])
             self._store.delete(names, form[0])
-            found.update(named[row][0] for row, present in zip(rows, is_present, strict=True) if present)
-        return [key for key in keys if key in found]
+            deleted.update(named[row][0] for row, present in zip(rows, is_present, strict=True) if present)
+        return [key for key in keys if key in deleted]
 
     def _count(self, present: Mapping[Any, Format]) -> None:
         """Report the objects of `present` that LMCache does not count yet as stored.

@@ -1,4 +1,6 @@
-"""A lock in shared memory. If a process dies while it owns the lock, the lock tells the next owner.
+"""A lock in shared memory.
+
+If a process dies while it owns the lock, `try_lock` returns `OWNER_DIED` to the next owner.
 
 A robust, process-shared mutex of the C library (``pthread_mutexattr_setrobust``; Linux). An uncontended
 `try_lock` makes no system call.

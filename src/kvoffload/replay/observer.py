@@ -149,7 +149,7 @@ class Watch:
         self.decided(request, Decision.STORED, missing[:stored])
 
     def not_stored(self, request: int, codes: Codes, num_dropped: int) -> None:
-        """Report an offer of which no block was stored.
+        """Report an offer without a stored block.
 
         Of the absent blocks, the first `num_dropped` were admitted, but there was no room for them. The other
         absent blocks were refused.

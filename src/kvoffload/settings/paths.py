@@ -19,12 +19,12 @@ def expanded(field: str, path: str) -> str:
     """
     if not path.startswith("~"):
         return path
-    found = os.path.expanduser(path)
-    if found.startswith("~"):
+    whole_path = os.path.expanduser(path)
+    if whole_path.startswith("~"):
         user = path.partition("/")[0]
         why = f"there is no home directory {user}; for a file of this name give ./{user}"
         raise ConfigError(field, path, why)
-    return found
+    return whole_path
 
 
 class _FileParser:

@@ -54,7 +54,10 @@ _ROLES = ("may leave", "pinned", "in flight", "of the storing request", "damaged
 
 
 def fatal(check: Check) -> Check:
-    """Decorator for a fatal check. If it fails, further checks would tell nothing, and pytest skips them."""
+    """Decorator for a fatal check. If it fails, pytest skips the checks after it.
+
+    They would fail for the same reason.
+    """
 
     @wraps(check)
     def run(self: PolicyConformance) -> None:

@@ -125,23 +125,23 @@ class KVEvents(Source):
         removes still count as ancestors.
         """
         parents: dict[Any, Any] = {}
-        # The chains of open requests by last block, in parts; None: the request has other blocks by now.
+        # The chains of open requests by last block, in segments; None: the request has other blocks by now.
         chains: dict[Any, list[dict[Any, None]] | None] = {}
         for hashes, parent in (
             (event["block_hashes"], event.get("parent_block_hash"))
             for kind, event in events
             if kind == "BlockStored"
         ):
-            parts = chains.get(parent)
+            segments = chains.get(parent)
             if parent not in chains and (request := self._open.get((rank, parent))) is not None:
-                parts = [request.chain] if request.last_s >= closed_before_s else None
-            if parts is None:
-                parts = [self._path(rank, parent, parents)[0]]
+                segments = [request.chain] if request.last_s >= closed_before_s else None
+            if segments is None:
+                segments = [self._path(rank, parent, parents)[0]]
             for block_hash in hashes:
-                if any(block_hash in part for part in parts):
+                if any(block_hash in segment for segment in segments):
                     raise BadLineError(f"field events: block {block_hash} is its own ancestor")
             parents |= zip(hashes, [parent, *hashes], strict=False)
-            chains |= {parent: None, hashes[-1]: [*parts, dict.fromkeys(hashes)]}
+            chains |= {parent: None, hashes[-1]: [*segments, dict.fromkeys(hashes)]}
 
     def _store(self, time_s: float, rank: Any, hashes: list[Any], parent: Any) -> None:
         request = self._open.get((rank, parent)) if parent is not None else None
