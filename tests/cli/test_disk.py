@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from kvoffload.cli.disk import disk as command
 from kvoffload.errors import ConfigError, UnavailableError
+from kvoffload.tiers.disk.lock import LOCK_NAME
 from kvoffload.tiers.disk.slab_directory import slabs_in
 from kvoffload.tiers.disk.slab_layout import Layout
 from support.disk_blocks import KEY_BYTES, Disk, slab_in
@@ -127,6 +130,44 @@ def test_verify_reports_a_damaged_journal_and_compact_repairs_it(filled: Path) -
     disk.tier.close()
 
 
+@pytest.fixture
+def read_only(filled: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory on a file system that refuses writes, as a snapshot or a backup would be mounted."""
+    open_file, may_access = os.open, os.access
+
+    def refusing_open(path: Any, flags: int, *arguments: Any, **keywords: Any) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return open_file(path, flags, *arguments, **keywords)
+
+    monkeypatch.setattr(os, "open", refusing_open)
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK and may_access(path, mode))
+    return filled
+
+
+@pytest.mark.parametrize("has_lock_file", [True, False])
+def test_verify_reads_a_read_only_directory(read_only: Path, has_lock_file: bool) -> None:
+    if not has_lock_file:
+        (read_only / LOCK_NAME).unlink()
+    code, text = run("verify", read_only)
+    assert (code, text) == (0, f"{slab_in(read_only)}: 10 of 10 blocks are sound\n")
+    for verb in ("compact", "rm"):
+        with pytest.raises(UnavailableError, match="Read-only file system"):
+            run(verb, read_only, *(["--yes"] if verb == "rm" else []))
+    assert len(slabs_in(read_only)) == 1
+
+
+@pytest.mark.parametrize("locked", [LOCK_NAME, "slab"])
+def test_verify_of_a_read_only_directory_notices_a_writer(read_only: Path, locked: str) -> None:
+    """The directory may be writable at another place where the file system is mounted."""
+    path = slab_in(read_only) if locked == "slab" else read_only / locked
+    with path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(UnavailableError, match=r"has it open|is open under another name"):
+            run("verify", read_only)
+    assert run("verify", read_only)[0] == 0
+
+
 def test_compact_names_a_failed_write(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -171,6 +212,7 @@ def test_rm_asks(filled: Path, answer: str, is_deleted: bool) -> None:
     result = CliRunner().invoke(command, ["rm", str(filled)], input=answer)
     assert result.exit_code == (0 if is_deleted else 1)
     assert result.output.startswith("Delete 1 slab of ")
+    assert result.output.endswith(": deleted\n" if is_deleted else "\nnothing was deleted\n")
     assert (slabs_in(filled) == []) == is_deleted
 
 

@@ -78,7 +78,7 @@ def verify(options: ReportOptions) -> None:
     """Read and verify every block of PATH, a slab or a directory with slabs.
 
     Lists the damaged blocks; the exit code is 1 if there are any. An engine treats a damaged block as a miss,
-    so it never causes a wrong answer. PATH must not be open in another process.
+    so it never causes a wrong answer. PATH must not be open in another process, but may be mounted read-only.
     """
     results = [_verified(slab) for slab in find_slabs(options.path)]
     if options.is_json:
@@ -172,7 +172,7 @@ class _Verified:
 
 def _verified(path: Path) -> _Verified:
     try:
-        with opened(path) as (slab, recovered):
+        with opened(path, read_only=True) as (slab, recovered):
             problems = verify_slab(slab, recovered, _progress("blocks"))
             return _Verified(path, len(recovered.contents), problems, recovered.damaged)
     except UnavailableError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -60,15 +61,19 @@ def plain_text(shown: RenderableType, width: int = _WIDTH) -> bytes:
 def confirm(question: str) -> None:
     """Ask the user a question, and return if the answer is yes.
 
-    Raises: `click.Abort` if the answer is no, or after an interrupt. `ConfigError` if standard input has
-    ended, as in a script.
+    If the answer is no, say that nothing was deleted, and exit with code 1.
+
+    Raises: `click.Abort` after an interrupt. `ConfigError` if standard input has ended, as in a script.
     """
     try:
-        click.confirm(question, abort=True)
+        is_confirmed = click.confirm(question)
     except click.Abort as error:
         if isinstance(error.__context__, EOFError):
             raise ConfigError("yes", None, "there is no answer on standard input; give --yes") from None
         raise
+    if not is_confirmed:
+        click.echo("nothing was deleted")
+        sys.exit(1)
 
 
 def check_output(field: str, path: Path, *, force: bool) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.tiers.disk.files import Files
 from kvoffload.tiers.disk.journal import Journal
-from kvoffload.tiers.disk.lock import DirectoryLock, owner_of
+from kvoffload.tiers.disk.lock import DirectoryLock, is_writable, locked_for_reading, owner_of
 from kvoffload.tiers.disk.recovery import Recovered, read_in_chunks, recover
 from kvoffload.tiers.disk.slab import REFUSED, SOUND, UNREADABLE, Slab
 from kvoffload.tiers.disk.slab_directory import SLABS, slabs_in
@@ -122,8 +122,12 @@ def _report(path: Path, owner: str | None, files: Files) -> SlabReport:
 
 
 @contextlib.contextmanager
-def opened(path: Path, files: Files | None = None) -> Iterator[tuple[Slab, Recovered]]:
+def opened(
+    path: Path, files: Files | None = None, *, read_only: bool = False
+) -> Iterator[tuple[Slab, Recovered]]:
     """Open and lock a slab, or a directory with one slab; yield the slab and its recovered journal.
+
+    With `read_only`, the directory may be on a file system that cannot be written.
 
     Raises: `ConfigError` if there is not exactly one usable slab; `UnavailableError`, for example while an
     engine has the directory open.
@@ -135,11 +139,14 @@ def opened(path: Path, files: Files | None = None) -> Iterator[tuple[Slab, Recov
     if report.problem:
         raise ConfigError("path", str(slabs[0]), report.problem)
     with contextlib.ExitStack() as undo:
-        lock = DirectoryLock(slabs[0].parent, log, wait_s=0.0)
-        undo.callback(lock.release)
         try:
-            lock.include(slabs[0])
-            slab = Slab.open(slabs[0], files or Files(), log)
+            if read_only and not is_writable(slabs[0].parent):
+                undo.enter_context(locked_for_reading(slabs[0]))
+            else:
+                lock = DirectoryLock(slabs[0].parent, log, wait_s=0.0)
+                undo.callback(lock.release)
+                lock.include(slabs[0])
+            slab = Slab.open(slabs[0], files or Files(), log, read_only=read_only)
             if isinstance(slab, str):
                 raise ConfigError("path", str(slabs[0]), slab)
             undo.callback(slab.close)

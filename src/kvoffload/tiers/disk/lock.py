@@ -15,7 +15,7 @@ import os
 import stat
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvoffload.errors import ConfigError, UnavailableError
@@ -134,11 +134,38 @@ class DirectoryLock:
             os.close(self._fds.pop())
 
 
-def lock_file(path: Path) -> int:
-    """Lock a file without waiting; returns the descriptor for `unlock_file`. Raises `OSError`."""
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+@contextlib.contextmanager
+def locked_for_reading(slab: Path) -> Iterator[None]:
+    """Hold shared locks that keep writers away from a slab, in a directory that cannot be written.
+
+    Such a directory can have a writer: a file system may be mounted twice, once of them read-only.
+
+    Raises: `UnavailableError` if a process has the directory open; `OSError`.
+    """
+    if owner := owner_of(slab.parent):
+        raise UnavailableError("path", str(slab.parent), f"process {owner} has it open")
+    with contextlib.ExitStack() as undo:
+        for path in (slab.parent / LOCK_NAME, slab):
+            if path.exists():  # a copy of a slab may lack the lock file
+                undo.callback(unlock_file, lock_file(path, shared=True))
+        yield
+
+
+def is_writable(directory: Path) -> bool:
+    """Return True if this process can write the lock file of a directory, or create the lock file."""
+    path = directory / LOCK_NAME
+    return os.access(path if path.exists() else directory, os.W_OK)
+
+
+def lock_file(path: Path, *, shared: bool = False) -> int:
+    """Lock a file without waiting; returns the descriptor for `unlock_file`. Raises `OSError`.
+
+    With `shared`, the file is opened for reading, and several processes can hold the lock.
+    """
+    flags, kind = (os.O_RDONLY, fcntl.LOCK_SH) if shared else (os.O_RDWR, fcntl.LOCK_EX)
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(fd)
         raise OSError(errno.EBUSY, f"{path} is open under another name, in another directory") from None
