@@ -177,7 +177,7 @@ ALARMS: Final = (
         hold="15m",
         severity="warning",
         summary="The last run of the canary at {{ $labels.instance }} got no result, and an earlier one too",
-        cause="The last run of the canary and an earlier run within two days got no result.",
+        cause="`kvoffload canary` got no result in its last run, nor in an earlier run within two days.",
         remedy="Read the canary's log. Until a run has a result, wrong answers go unnoticed.",
     ),
     Alarm(
@@ -228,9 +228,9 @@ ALARMS: Final = (
         summary="{{ $value | humanize }} blocks of {{ $labels.tier }} failed their checksum",
         cause="A disk or server returned bytes that differ from the written bytes. The blocks were computed "
         "again, so answers are right.",
-        remedy="For a disk, run `kvoffload disk verify PATH` and read the drive's health (`smartctl -a`). "
-        "Replace the drive if the number of damaged blocks keeps growing. For a server, check the memory of "
-        "its machine.",
+        remedy="For a disk, read the drive's health (`smartctl -a`), and run `kvoffload disk verify PATH` "
+        "while the engine is stopped. Replace the drive if the number of damaged blocks keeps growing. For "
+        "a server, check the memory of its machine.",
     ),
     Alarm(
         name="KVOffloadFailedLoads",
@@ -239,8 +239,8 @@ ALARMS: Final = (
         summary="{{ $value | humanize }} blocks at {{ $labels.instance }} could not be loaded",
         cause="A copy from RAM to the device failed. If `kv_load_failure_policy` is `recompute`, the blocks "
         "were computed again.",
-        remedy="Read the worker's log for the device's error. With vLLM's default, `fail`, these requests "
-        "ended with an error: use the flag that `kvoffload vllm-config` prints.",
+        remedy="Read the worker's log for the device's error. If `kv_load_failure_policy` is `fail`, vLLM's "
+        "default, requests ended with an error: use the flag that `kvoffload vllm-config` prints.",
     ),
     Alarm(
         name="KVOffloadFailedStores",
@@ -250,8 +250,8 @@ ALARMS: Final = (
         hold="15m",
         severity="warning",
         summary="{{ $value | humanize }} blocks at {{ $labels.instance }} could not be stored",
-        cause="More than a tenth of the stores failed: a copy failed, or the engine reused blocks before "
-        "their copy had ended.",
+        cause="More than a tenth of the stores to RAM failed: a copy failed, or the engine reused blocks "
+        "before their copy had ended.",
         remedy="Read the worker's log. If it has no errors, the engine reused blocks too early: use the "
         "store mode `on-compute` instead of `on-device-eviction`.",
     ),
@@ -261,7 +261,8 @@ ALARMS: Final = (
         hold="10m",
         severity="warning",
         summary="{{ $value }} servers of {{ $labels.tier }} do not answer {{ $labels.instance }}",
-        cause="The server or the network is down or too slow. Requests do not wait for the server.",
+        cause="The server of a tier, or the network, is down or too slow. Requests do not wait for the "
+        "server.",
         remedy="Run `kvoffload tier ping URL` on the engine's machine: the command names the fault. The tier "
         "is used again when the server answers.",
     ),
@@ -271,10 +272,10 @@ ALARMS: Final = (
         hold="5m",
         severity="warning",
         summary="{{ $value }} blocks of {{ $labels.tier }} are in flight and none finishes",
-        cause="The disk or its file system hangs (NFS, a failing SSD), so reads and writes do not return. "
-        "Requests compute their blocks.",
-        remedy="Look for hung I/O (`dmesg`, `cat /proc/PID/task/*/wchan`). Repair the medium; restart the "
-        "engine if the I/O does not return.",
+        cause="The disk of a tier, or its file system, hangs (NFS, a failing SSD). Requests compute their "
+        "blocks.",
+        remedy="Look for hung I/O (`dmesg`, `cat /proc/PID/task/*/wchan`) and repair the disk. If the I/O "
+        "does not return, restart the engine.",
     ),
     Alarm(
         name="KVOffloadTierFails",
@@ -282,9 +283,9 @@ ALARMS: Final = (
         hold="10m",
         severity="warning",
         summary="{{ $value | humanize }} reads or writes of {{ $labels.tier }} failed in ten minutes",
-        cause="The disk is full, read-only or broken, or the server refuses commands.",
-        remedy="The log names the error. For a disk compare `df` with `kvoffload disk inspect PATH`; for a "
-        "server run `kvoffload tier ping URL`.",
+        cause="The disk of a tier is full, read-only or broken, or the server of a tier refuses commands.",
+        remedy="The log names the error. For a disk, compare `df` with `kvoffload disk inspect PATH`. For a "
+        "server, run `kvoffload tier ping URL`.",
     ),
     Alarm(
         name="KVOffloadWriteBudgetSpent",
@@ -292,7 +293,7 @@ ALARMS: Final = (
         hold="15m",
         severity="warning",
         summary="{{ $labels.tier }} may write {{ $value | humanize1024 }}B more today, and drops blocks",
-        cause="The blocks written in the last 24 hours have used up `max_write_bytes_per_day`.",
+        cause="The tier has written `max_write_bytes_per_day` in the last 24 hours.",
         remedy="Use `admission=worth` or `reuse:2` for the tier, so that the tier writes only blocks with "
         "more uses. Raise the budget only if the SSD's endurance allows it.",
     ),
