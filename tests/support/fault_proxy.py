@@ -49,6 +49,9 @@ class FaultProxy:
     Args:
         port, host: the server.
         tls: files with a certificate and its key. Clients then use TLS; the server does not.
+        client_ca: file with the certificate of the CA that signs clients' certificates; empty if clients need
+            no certificate.
+        tls_version: highest version of TLS.
 
     Attributes:
         port: port for clients.
@@ -58,12 +61,24 @@ class FaultProxy:
     Thread: any. Close the proxy at the end, or use it as a context.
     """
 
-    def __init__(self, port: int, host: str = "127.0.0.1", *, tls: tuple[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        port: int,
+        host: str = "127.0.0.1",
+        *,
+        tls: tuple[str, str] | None = None,
+        client_ca: str = "",
+        tls_version: ssl.TLSVersion = ssl.TLSVersion.MAXIMUM_SUPPORTED,
+    ) -> None:
         self._to = host, port
         self._tls: ssl.SSLContext | None = None
         if tls is not None:
             self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             self._tls.load_cert_chain(*tls)
+            self._tls.maximum_version = tls_version
+            if client_ca:
+                self._tls.verify_mode = ssl.CERT_REQUIRED
+                self._tls.load_verify_locations(client_ca)
         self.faults = Faults()
         self.num_connections = 0
         self._passed = 0

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from ssl import TLSVersion
 from typing import Any, ClassVar
 
 import pytest
@@ -37,9 +38,9 @@ class ValkeyContract(SharedTierContract):
         """Return the servers behind the rig."""
 
     @abstractmethod
-    def over_tls(self, rig: Rig, files: tuple[str, str]) -> AbstractContextManager[str]:
+    def over_tls(self, rig: Rig, files: tuple[str, str], **tls: Any) -> AbstractContextManager[str]:
         """Put TLS in front of the rig, with this certificate and key; yields the URL. The servers in the
-        wheel have no TLS."""
+        wheel have no TLS. `tls` are arguments of `FaultProxy`."""
 
     @pytest.fixture
     def tenant(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -84,6 +85,18 @@ class ValkeyContract(SharedTierContract):
                     make(url, ca=ca)
             with pytest.raises(ConfigError, match=r"give a name of the certificate in the URL$"):
                 make(url.replace("127.0.0.1", "localhost"), ca=str(tmp_path / "server.pem"))
+
+    @pytest.mark.parametrize("version", [TLSVersion.TLSv1_2, TLSVersion.TLSv1_3])
+    def test_refusal_of_the_clients_certificate_is_no_outage(
+        self, rig: Rig, make: Callable[..., Client], tmp_path: Path, version: TLSVersion
+    ) -> None:
+        (pem, key), (own, own_key) = self_signed(tmp_path), self_signed(tmp_path, "client")
+        with self.over_tls(rig, (pem, key), client_ca=own, tls_version=version) as url:
+            client = make(url, ca=pem, cert=own, cert_key=own_key)
+            assert client.write(*GROUP) == client.read(*GROUP) == GROUP
+            for options in ({}, {"cert": pem, "cert_key": key}):
+                with pytest.raises(ConfigError, match=r"accepts in cert and cert_key$"):
+                    make(url, ca=pem, **options)
 
 
 Change = Callable[[bytes, bytes], bytes]

@@ -95,7 +95,7 @@ def ping(options: ServerOptions) -> None:
     Of a cluster, every master is checked. The exit code is 1 if a server refuses a command that a tier needs.
     """
     server, server_url = _server(options.url)
-    with _in_one_line(server_url), ExitStack() as stack:
+    with _in_one_line(server, server_url), ExitStack() as stack:
         connections, until = _connected(server, server_url, stack), time.monotonic() + _TIMEOUT_S
         reports = [
             inspect_server(connection, address, server_url.namespace, division, round(server.ttl or 0), until)
@@ -120,7 +120,7 @@ def inspect(options: ServerOptions) -> None:
     The user needs the right to call SCAN, STRLEN, TTL and GETRANGE. A tier itself does not need this right.
     """
     server, server_url = _server(options.url)
-    with _in_one_line(server_url), ExitStack() as stack:
+    with _in_one_line(server, server_url), ExitStack() as stack:
         connections = [connection for _, _, connection in _connected(server, server_url, stack)]
         report = inspect_namespace(connections, server_url.namespace, time.monotonic() + _LONG_TIMEOUT_S)
     if options.is_json:
@@ -197,7 +197,7 @@ def _connected(
 
 
 @contextmanager
-def _in_one_line(server_url: ServerURL) -> Iterator[None]:
+def _in_one_line(options: ValkeyOptions, server_url: ServerURL) -> Iterator[None]:
     """Convert errors of the server and the network to a `ConfigError` or `UnavailableError`, which the
     command prints on one line."""
     try:
@@ -207,6 +207,8 @@ def _in_one_line(server_url: ServerURL) -> Iterator[None]:
     except ServerError as error:
         raise ConfigError("tier", str(server_url), str(error)) from None
     except (OSError, KVOffloadError) as error:
+        if (refusal := options.refusal(error)) is not None:
+            raise ConfigError("tier", str(server_url), refusal) from None
         raise UnavailableError(
             "tier", str(server_url), f"{type(error).__name__}: {printable(error)}"
         ) from None

@@ -672,6 +672,29 @@ def test_send_over_tls_ends_at_its_deadline(tmp_path: Path) -> None:
     listening.close()
 
 
+def test_alert_before_the_end_of_a_tls_connection_is_raised(tmp_path: Path) -> None:
+    """With TLS 1.3 a server refuses the client's certificate after the client's handshake has ended."""
+    pem, key = self_signed(tmp_path)
+    server_context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server_context.load_cert_chain(pem, key)
+    server_context.verify_mode = ssl.CERT_REQUIRED
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            client, _ = listening.accept()
+            with suppress(OSError):
+                server_context.wrap_socket(client, server_side=True)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        login = Login(tls=ssl.create_default_context(cafile=pem))
+        connection = Connection("127.0.0.1", listening.getsockname()[1], login, patience())
+        thread.join(60.0)
+        with pytest.raises(ssl.SSLError, match="certificate required"):
+            connection.send([b"x"] * 10_000, patience())
+        connection.close()
+
+
 def test_text_of_a_login_has_no_password() -> None:
     login = Login("user", "hunter2")
     assert "hunter2" not in f"{login} {login!r} {[login]}"

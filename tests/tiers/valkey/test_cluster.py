@@ -118,10 +118,12 @@ class TestCluster(ValkeyContract):
         return servers
 
     @contextmanager
-    def over_tls(self, rig: Rig, files: tuple[str, str]) -> Iterator[str]:
+    def over_tls(self, rig: Rig, files: tuple[str, str], **tls: Any) -> Iterator[str]:
         cluster = rig.server
         with ExitStack() as stack:
-            proxies = [stack.enter_context(FaultProxy(server.port, tls=files)) for server in cluster.masters]
+            proxies = [
+                stack.enter_context(FaultProxy(server.port, tls=files, **tls)) for server in cluster.masters
+            ]
             ports = [proxy.port for proxy in proxies]
             cluster.announce(ports)
             try:
@@ -132,6 +134,9 @@ class TestCluster(ValkeyContract):
     test_rights_keep_tenants_apart = slow(ValkeyContract.test_rights_keep_tenants_apart)
     test_blocks_return_over_tls = slow(ValkeyContract.test_blocks_return_over_tls)
     test_other_certificates_are_refused = slow(ValkeyContract.test_other_certificates_are_refused)
+    test_refusal_of_the_clients_certificate_is_no_outage = slow(
+        ValkeyContract.test_refusal_of_the_clients_certificate_is_no_outage
+    )
     test_unreachable_server_stops_a_command_and_no_engine = slow(
         ValkeyContract.test_unreachable_server_stops_a_command_and_no_engine
     )

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ from support.shared_tier_contract import GROUP, Damage, Rig
 from support.sharing_client import closed_at_the_end, some_keys
 from support.valkey_client import BLOCK_BYTES, Client
 from support.valkey_contract import DAMAGES, HEAD_BYTES, READ_REPLY_BYTES, ValkeyContract
-from support.valkey_server import PATIENCE_S, Server, redis, running, valkey
+from support.valkey_server import PATIENCE_S, Server, redis, running, self_signed, valkey
 
 
 @pytest.fixture(
@@ -90,14 +91,28 @@ class TestServer(ValkeyContract):
         return [rig.server]
 
     @contextmanager
-    def over_tls(self, rig: Rig, files: tuple[str, str]) -> Iterator[str]:
-        with FaultProxy(rig.server.port, tls=files) as proxy:
+    def over_tls(self, rig: Rig, files: tuple[str, str], **tls: Any) -> Iterator[str]:
+        with FaultProxy(rig.server.port, tls=files, **tls) as proxy:
             yield f"valkeys://127.0.0.1:{proxy.port}"
 
     def check_cut(self, cut_at: int, served: list[int]) -> None:
         """A block that had arrived is served."""
         assert served == GROUP[: len(served)] != GROUP
         assert len(served) >= (cut_at - 23) // (HEADER_BYTES + BLOCK_BYTES + 20)
+
+    def test_tls_connection_closed_while_idle_causes_no_failure(
+        self, server: Server, make: Callable[..., Client], tmp_path: Path
+    ) -> None:
+        """The request has several records, so that it is the client's `send` that fails."""
+        pem, key = self_signed(tmp_path)
+        with FaultProxy(server.port, tls=(pem, key)) as proxy:
+            client = make(f"valkeys://127.0.0.1:{proxy.port}", ca=pem)
+            client.write(*GROUP)
+            for _ in range(5):
+                proxy.drop_connections()
+                time.sleep(0.1)  # for the client to notice it
+                client.forget()
+                assert client.probe(*range(1, 401)) == GROUP
 
 
 # ---- one machine

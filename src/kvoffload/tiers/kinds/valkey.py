@@ -15,7 +15,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.settings.paths import FilePath
 from kvoffload.settings.read import Duration
 from kvoffload.tiers.shared.addresses import is_loopback
-from kvoffload.tiers.shared.certificates import certificate_refusal
+from kvoffload.tiers.shared.certificates import certificate_refusal, client_certificate_refusal
 from kvoffload.tiers.shared.remote_errors import ServerError
 from kvoffload.tiers.shared.remote_options import LOGGER, SharedTierOptions
 from kvoffload.tiers.shared.remote_tier import RemoteTier
@@ -101,6 +101,8 @@ class ValkeyOptions(SharedTierOptions):
 
     def refusal(self, error: BaseException) -> str | None:
         if (refusal := certificate_refusal(error, "ca", "the URL")) is not None:
+            return refusal
+        if (refusal := client_certificate_refusal(error, "cert and cert_key")) is not None:
             return refusal
         if not isinstance(error, ServerError) or error.is_busy:
             return None

@@ -1,8 +1,12 @@
-"""Refusals of a server's certificate. Knows no protocol."""
+"""Refusals of a certificate: the server's by this client, and this client's by the server.
+
+Knows no protocol.
+"""
 
 from __future__ import annotations
 
-from ssl import SSLCertVerificationError
+import re
+from ssl import SSLCertVerificationError, SSLError
 
 from kvoffload.tiers.shared.printable import printable
 
@@ -13,6 +17,11 @@ _OTHER_NAMES = {62, 64}
 """OpenSSL's codes for a certificate without the host name, or without the address, of the connection."""
 _OTHER_TIMES = {9, 10}
 """OpenSSL's codes for a certificate that is not valid yet, or no longer."""
+_ALERT = re.compile(
+    r"ALERT_(HANDSHAKE_FAILURE|UNKNOWN_CA|ACCESS_DENIED|(?:BAD|NO|UNSUPPORTED)_CERTIFICATE|CERTIFICATE_\w+)$"
+)
+"""OpenSSL's names of the alerts with which a server refuses the client's certificate. With TLS 1.2, a server
+that requires a certificate and gets none reports a handshake failure."""
 
 
 def certificate_refusal(error: BaseException, ca: str, url: str) -> str | None:
@@ -30,3 +39,16 @@ def certificate_refusal(error: BaseException, ca: str, url: str) -> str | None:
     elif error.verify_code in _OTHER_TIMES:
         remedy = "renew the certificate, or correct the clock"
     return f"certificate verify failed: {printable(error.verify_message)}; {remedy}"
+
+
+def client_certificate_refusal(error: BaseException, cert: str) -> str | None:
+    """Return the server's reason to refuse this client's certificate, with the remedy; None for other errors.
+
+    Args:
+        cert: names of the settings with the client's certificate.
+    """
+    alert = _ALERT.search(error.reason or "") if isinstance(error, SSLError) else None
+    if alert is None:
+        return None
+    reason = alert[1].lower().replace("_", " ")
+    return f"the server refuses TLS: {reason}; give a client's certificate that the server accepts in {cert}"

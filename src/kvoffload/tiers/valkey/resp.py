@@ -200,6 +200,11 @@ class Connection:
                     count = self._socket.send(remaining[0][:_RECORD_BYTES])
             except (BlockingIOError, TimeoutError):
                 continue  # after 5 ms
+            except OSError as error:
+                self._raise_alert()
+                if isinstance(error, ssl.SSLEOFError):  # no `ConnectionError`
+                    raise ConnectionResetError("the server has closed the connection") from None
+                raise
             remaining, until = _without_first(remaining, count), self._until(deadline)
 
     def reply(self, deadline: float) -> Reply:
@@ -435,6 +440,22 @@ class Connection:
                 raise ConnectionResetError("the server has closed the connection")
             self.has_received = True
             return count
+
+    def _raise_alert(self) -> None:
+        """After a failed `send`, raise the TLS alert that the server sent before it closed the connection.
+
+        Raises nothing if there is no alert. With TLS 1.3, a server that refuses the client's certificate
+        sends its alert after the client's handshake.
+        """
+        if isinstance(self._socket, ssl.SSLSocket):
+            self._socket.settimeout(0.0)
+            try:
+                self._socket.recv(1)
+            except ssl.SSLError as error:
+                if "ALERT" in (error.reason or ""):
+                    raise
+            except OSError:
+                pass
 
     def _until(self, deadline: float) -> float:
         """Return the time at which a wait for the next byte ends: after `silence_s`, or at the deadline."""
