@@ -166,8 +166,8 @@ ALARMS: Final = (
         template='PREFIX_audited_blocks_total{result="different"} > 0',
         severity="critical",
         summary="An audit found {{ $value | humanize }} wrong blocks at {{ $labels.instance }}",
-        cause="A stored block differs from the block that the engine computed: the copy, the layout or the "
-        "engine is wrong.",
+        cause="A stored block differs from the block that the engine computed. The copy, the layout or the "
+        "engine has a bug.",
         remedy="Take the engine out of service. The engine's log names the block, the KV group and the "
         "tensor. Report the fault with the log. The alarm ends when the engine is restarted.",
     ),
@@ -188,8 +188,8 @@ ALARMS: Final = (
         summary="The last run of the canary at {{ $labels.instance }} ended {{ $value | humanizeDuration }} "
         "ago",
         cause="`kvoffload canary --watch` has ended or hangs, or its timer no longer starts it.",
-        remedy="Start the canary again. To run it less than once a day, raise the 86400 seconds in this "
-        "rule.",
+        remedy="Start the canary again. To run it less than once a day, raise the 86400 seconds in the rule "
+        "of this alarm.",
     ),
     Alarm(
         name="KVOffloadPaused",
@@ -272,8 +272,8 @@ ALARMS: Final = (
         hold="5m",
         severity="warning",
         summary="{{ $value }} blocks of {{ $labels.tier }} are in flight and none finishes",
-        cause="The disk of a tier, or its file system, hangs (NFS, a failing SSD). Requests compute their "
-        "blocks.",
+        cause="The disk of a tier, or its file system, hangs (NFS, a failing SSD). Requests compute the "
+        "tier's blocks again.",
         remedy="Look for hung I/O (`dmesg`, `cat /proc/PID/task/*/wchan`) and repair the disk. If the I/O "
         "does not return, restart the engine.",
     ),
@@ -284,8 +284,8 @@ ALARMS: Final = (
         severity="warning",
         summary="{{ $value | humanize }} reads or writes of {{ $labels.tier }} failed in ten minutes",
         cause="The disk of a tier is full, read-only or broken, or the server of a tier refuses commands.",
-        remedy="The log names the error. For a disk, compare `df` with `kvoffload disk inspect PATH`. For a "
-        "server, run `kvoffload tier ping URL`.",
+        remedy="The engine's log names the error. For a disk, compare `df` with `kvoffload disk inspect PATH`. "
+        "For a server, run `kvoffload tier ping URL`.",
     ),
     Alarm(
         name="KVOffloadWriteBudgetSpent",
@@ -293,7 +293,7 @@ ALARMS: Final = (
         hold="15m",
         severity="warning",
         summary="{{ $labels.tier }} may write {{ $value | humanize1024 }}B more today, and drops blocks",
-        cause="The tier has written `max_write_bytes_per_day` in the last 24 hours.",
+        cause="A disk tier has written `max_write_bytes_per_day` in the last 24 hours.",
         remedy="Use `admission=worth` or `reuse:2` for the tier, so that the tier writes only blocks with "
         "more uses. Raise the budget only if the SSD's endurance allows it.",
     ),
@@ -329,8 +329,8 @@ ALARMS: Final = (
         summary="{{ $value | humanize }} blocks were missing at {{ $labels.instance }}, and none was stored",
         cause="All blocks of RAM are in use, the engine offers no blocks, or offloading is paused. Blocks "
         "that the admission rule refuses raise no alarm.",
-        remedy="If `refused_blocks` grows with reason `no_room`, add RAM. Otherwise look at `paused` and "
-        "`failed_store_blocks`.",
+        remedy="If the metric `refused_blocks` grows with reason `no_room`, add RAM. If not, look at the "
+        "metrics `paused` and `failed_store_blocks`.",
     ),
     Alarm(
         name="KVOffloadRecordingStopped",
