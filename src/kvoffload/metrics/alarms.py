@@ -284,8 +284,8 @@ ALARMS: Final = (
         severity="warning",
         summary="{{ $value | humanize }} reads or writes of {{ $labels.tier }} failed in ten minutes",
         cause="The disk of a tier is full, read-only or broken, or the server of a tier refuses commands.",
-        remedy="The engine's log names the error. For a disk, compare `df` with `kvoffload disk inspect PATH`. "
-        "For a server, run `kvoffload tier ping URL`.",
+        remedy="The engine's log names the error. For a disk, compare `df` with `kvoffload disk inspect "
+        "PATH`. For a server, run `kvoffload tier ping URL`.",
     ),
     Alarm(
         name="KVOffloadWriteBudgetSpent",
@@ -304,7 +304,7 @@ ALARMS: Final = (
         hold="30m",
         severity="info",
         summary="{{ $value | humanize }} blocks/s at {{ $labels.instance }} left RAM before a tier took them",
-        cause="The tier writes more slowly than RAM evicts. More than a tenth of the evicted blocks left "
+        cause="A tier writes more slowly than RAM evicts. More than a tenth of the evicted blocks left "
         "RAM before the tier could take them.",
         remedy="Add RAM, use a faster disk, or let the tier store less (`admission=reuse:2`).",
     ),
@@ -339,6 +339,6 @@ ALARMS: Final = (
         severity="info",
         summary="{{ $value | humanize }} requests at {{ $labels.instance }} are missing from the recording",
         cause="The recording has reached `record_max_bytes`, or its disk is full or too slow.",
-        remedy="Move the file and restart the engine, or raise `record_max_bytes`.",
+        remedy="Move the recording and restart the engine, or raise `record_max_bytes`.",
     ),
 )
