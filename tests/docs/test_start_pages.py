@@ -116,16 +116,6 @@ def own_pools(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def test_the_code_for_embedding_shares_ram(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_pools: None
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    out, page = printed("docs/embedding.md", 1)
-    last = out.splitlines()[-1]
-    assert last == "96 tokens loaded"
-    assert f"`{last}`" in page
-
-
 def test_the_code_for_a_shared_pool_loads_in_the_second_run(own_pools: None) -> None:
     out, page = printed("docs/node-pool.md", 0)
     assert out == "0 of 100 tokens loaded\n96 of 100 tokens loaded\n"
