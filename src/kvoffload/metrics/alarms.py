@@ -327,8 +327,8 @@ ALARMS: Final = (
         hold="15m",
         severity="warning",
         summary="{{ $value | humanize }} blocks were missing at {{ $labels.instance }}, and none was stored",
-        cause="RAM has stored nothing for 30 minutes. All its blocks are in use, the engine offers no blocks, "
-        "or offloading is paused.",
+        cause="RAM has stored nothing for 30 minutes. All its blocks are in use, the engine offers no "
+        "blocks, or offloading is paused.",
         remedy="If the metric `refused_blocks` grows with reason `no_room`, add RAM. If not, look at the "
         "metrics `paused` and `failed_store_blocks`.",
     ),
