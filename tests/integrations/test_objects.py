@@ -228,6 +228,14 @@ def test_all_buffers_late_is_a_miss() -> None:
     assert read(store, [1], BLOCK) == [content(1, BLOCK)]
 
 
+def test_an_object_above_the_limit_of_a_tier_is_read_in_parts() -> None:
+    tier = ScriptedTier(BLOCK, immediate=True)
+    store = store_of(tier)
+    assert write(store, [1], 5 * BLOCK) == [True]
+    tier.read_limit = 2
+    assert read(store, [1], 5 * BLOCK) == [content(1, 5 * BLOCK)]
+
+
 def test_too_large_an_object_is_a_miss(caplog: pytest.LogCaptureFixture) -> None:
     store = store_of(ScriptedTier(BLOCK, immediate=True), staging=4 * BLOCK)
     assert write(store, [1], 5 * BLOCK) == [False]

@@ -52,6 +52,7 @@ class ScriptedTier(SecondaryTier):
         jobs: jobs in flight; `end` ends a job.
         durable: blocks that would survive a crash: a copy of `blocks` at the last `drain`.
         takes: False if the tier is busy and accepts no writes.
+        read_limit: limit of the blocks that are being read.
         room: capacity of the write queue, in blocks; blocks beyond the capacity are rejected.
         used: the path of each finished request.
         on_call: called at the start of each method with the method's name; may raise, to simulate a failure.
@@ -66,7 +67,7 @@ class ScriptedTier(SecondaryTier):
         self.durable: dict[bytes, bytes] = {}
         self.jobs: list[ScriptedJob] = []
         self.takes = True
-        self.room = sys.maxsize
+        self.room = self.read_limit = sys.maxsize
         self.used: list[list[bytes]] = []
         self.open_requests: list[object] = []
         self.on_call: Callable[[str], None] = lambda method: None
@@ -91,6 +92,11 @@ class ScriptedTier(SecondaryTier):
         self.on_call("contains")
         self._check(request)
         return np.array([self.is_present(key) for key in keys], np.bool_)
+
+    def read_room(self, keys: Keys) -> int:
+        self.on_call("read_room")
+        num_reading = sum(len(job.keys) for job in self.jobs if job.is_read)
+        return min(len(keys), max(0, self.read_limit - num_reading))
 
     def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
         self.on_call("submit_read")

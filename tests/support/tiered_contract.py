@@ -111,6 +111,16 @@ class TieredContract:
         assert first.serve(*range(1, 23)) == 22
         assert first.manager.hit_blocks == [22, 0]
 
+    def test_prefix_above_the_limit_in_flight_is_read_in_parts(
+        self, server: Any, make: Callable[..., Machine]
+    ) -> None:
+        first, second, num_shared = make(server.port), make(server.port), self.whole(22)
+        first.serve(*range(1, 23))
+        first.rest()
+        second.tier.jobs.in_flight_bytes = 3 * BLOCK_BYTES
+        assert second.serve(*range(1, 23)) == num_shared
+        assert second.manager.counts.lost == 0
+
     def test_lookup_key_by_key_asks_for_each_block_once(
         self, server: Any, make: Callable[..., Machine]
     ) -> None:

@@ -140,6 +140,10 @@ class TieringMachine(RuleBasedStateMachine):
     def set_busy(self, takes: bool) -> None:
         self.rig.tier.takes = takes
 
+    @rule(limit=st.integers(1, 5), last=st.booleans())
+    def limit_reads(self, limit: int, last: bool) -> None:
+        self.rig.tiers[-last].read_limit = limit
+
     @rule(letters=runs)
     def discard(self, letters: str) -> None:
         self.rig.manager.discard(keys(letters))

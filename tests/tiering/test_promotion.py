@@ -8,7 +8,7 @@ from kvoffload.core.plans import ON_DEVICE_EVICTION
 from kvoffload.core.policy import POLICIES
 from kvoffload.testing.audit import audit
 from support.letters import HIT, MISS, PENDING, keys, text
-from support.tiering_rig import RETRY, Rig, end_reads, expect, fails
+from support.tiering_rig import RETRY, Rig, end_reads, expect, fails, jobs
 
 
 def test_a_prefix_is_promoted_and_becomes_a_hit() -> None:
@@ -90,6 +90,67 @@ def test_blocks_without_room_are_given_up() -> None:
     assert rig.ask("cd", late) == (0, MISS)
     assert not rig.tier.jobs
     assert rig.ask("cd", rig.begin()) == (0, RETRY), "another request tries again"
+
+
+@pytest.mark.parametrize("prefix", ["aab", "aabb", "abca", "abab"])
+def test_a_block_behind_a_repeated_block_is_read_from_its_own_tier(prefix: str) -> None:
+    rig = Rig(capacity=8, tiers=2, immediate=False)
+    rig.below("a", 0)
+    rig.below("bc", 1)
+    ctx = rig.begin()
+    assert rig.ask(prefix, ctx) == (0, RETRY)
+    rig.end_all()
+    assert rig.ask(prefix, ctx) == (len(prefix), HIT)
+    assert (rig.manager.counts.lost, rig.manager.counts.no_room) == (0, 0)
+
+
+def test_a_request_waits_for_room_in_a_tier() -> None:
+    """The tier answers later, and each request gets all its blocks."""
+    rig = Rig(capacity=16, immediate=False)
+    rig.below("abcdefgh")
+    rig.tier.read_limit = 3
+    first, second = rig.begin(), rig.begin()
+    assert rig.ask("abcd", first) == rig.ask("efgh", second) == (0, RETRY)
+    assert jobs(rig) == [("read", "abc")]
+    assert rig.ask("efgh", second) == (0, RETRY)
+    rig.end_all()
+    assert rig.ask("efgh", second) == (0, RETRY)
+    assert jobs(rig) == [("read", "efg")]
+    assert rig.ask("abcd", first) == (3, RETRY)
+    rig.end_all()
+    assert rig.ask("abcd", first) == (3, RETRY)
+    assert rig.ask("efgh", second) == (3, RETRY)
+    rig.end_all()
+    assert rig.ask("abcd", first) == rig.ask("efgh", second) == (4, HIT)
+    assert rig.manager.counts.lost == 0
+
+
+def test_a_request_gives_up_a_tier_without_room_at_its_time_limit() -> None:
+    rig = Rig(capacity=16, immediate=False, deadline_s=5.0)
+    rig.below("abcd")
+    rig.tier.read_limit = 2
+    rig.ask("ab", rig.begin())
+    late = rig.begin()
+    assert rig.ask("cd", late) == (0, RETRY)
+    for _ in range(6):
+        rig.clock.now += 1.0
+        _, stopped_by = rig.ask("cd", late)
+    assert stopped_by is MISS
+    assert rig.manager.counts.gave_up == 1
+
+
+def test_key_by_key_a_request_waits_for_room_in_a_tier() -> None:
+    rig = Rig(capacity=16, immediate=False)
+    rig.below("abcd")
+    rig.tier.read_limit = 1
+    ctx = rig.begin()
+    for letter in "abcd":
+        for _ in range(2):
+            assert [rig.manager.lookup_key(key, ctx) for key in keys("abcd")][-1] is RETRY
+            rig.manager.poll()
+        assert jobs(rig) == [("read", letter)]
+        rig.end_all()
+    assert [rig.manager.lookup_key(key, ctx) for key in keys("abcd")] == [HIT] * 4
 
 
 def test_blocks_before_an_unreadable_block_are_hits() -> None:

@@ -21,7 +21,7 @@ from support.tiering_rig import BLOCK_BYTES, RETRY, Clock, Rig
 METHODS = [
     "begin_request", "finish_request", "contains", "unknown", "submit_probe", "submit_read", "submit_write",
     "finished", "delete", "clear", "drain", "stats", "close", "queue_room", "take_changes",
-    "extend_path", "cut",
+    "extend_path", "cut", "read_room",
 ]  # fmt: skip
 
 
@@ -265,6 +265,7 @@ WRONG_RESULTS: list[tuple[str, Callable[[Any], Any]]] = [
     ],
     ("queue_room", lambda room: -1),
     ("cut", lambda count: count + 1),
+    ("read_room", lambda count: count + 1),
     ("take_changes", lambda changes: [(["text"], True)]),
 ]
 

@@ -464,11 +464,11 @@ class ObjectStore:
                 wanted = missing & ~batch.tried[lane]
                 if not wanted.any():
                     continue
-                wanted &= tier.contains(batch.keys)
-                batch.tried[lane] |= wanted
-                at = np.flatnonzero(wanted)
+                at = np.flatnonzero(wanted & tier.contains(batch.keys))
+                at = at[: tier.read_room(batch.keys.take(at))]  # the others after these
                 if not len(at):
                     continue
+                batch.tried[lane][at] = True
                 number = tier.submit_read(batch.keys.take(at), batch.pool, batch.rows[at])
                 if number != NO_JOB:
                     batch.jobs.append(self._begin(lane, number, at))

@@ -60,8 +60,10 @@ class Promotion:
         if self.ahead and self._num_reading == 0:
             self._read_ahead()  # one request a step, so that a burst of requests does not prolong a step
 
-    def begin(self, keys: Keys, ctx: RequestContext, wait: TierWait, max_blocks: int | None = None) -> None:
+    def begin(self, keys: Keys, ctx: RequestContext, wait: TierWait, max_blocks: int | None = None) -> bool:
         """Start to read missing blocks from tiers, if the reads are faster than computing and RAM has room.
+
+        Returns True if the first block must wait for the tier's reads in flight (`SecondaryTier.read_room`).
 
         Args:
             max_blocks: limit of the slots that this read may reserve while no other read runs; None for the
@@ -71,11 +73,16 @@ class Promotion:
             lane.tier.missed(keys)
         chosen = self._choose(keys, ctx, wait)
         if chosen is None:
-            return
+            return False
         missing, sources = chosen
-        plan = self._reserve(missing, ctx, wait, max_blocks)
+        # Blocks for which their tier has no room now are not given up, and a later call reads them.
+        room = self._read_room(missing, sources)
+        if room == 0:
+            return missing[0] == keys[0]
+        plan = self._reserve(missing[:room], ctx, wait, max_blocks)
         if plan is not None:
             self._read(plan, sources[: len(plan.keys)], wait)
+        return False
 
     def request_key(self, key: bytes, ctx: RequestContext, wait: TierWait) -> LookupResult:
         """Queue a single key, and return RETRY. The next `poll` promotes the block or probes for it.
@@ -200,6 +207,10 @@ class Promotion:
         if len(wanted) == 0:
             return None
         missing = keys.take(wanted)
+        if len(rows := {key: row for row, key in reversed([*enumerate(missing)])}) < len(missing):
+            # A store plan has each key once, and `sources` must match it.
+            wanted = wanted[sorted(rows.values())]
+            missing = keys.take(wanted)
         sources = fastest_source(stack.lanes, np.array([mask[wanted] for mask in in_tiers]), compute_s)
         now = stack.clock()
         spent_s = wait.probed_for_s(now, self._probe_timeout_s)
@@ -208,6 +219,18 @@ class Promotion:
             stack.counts.not_worth += len(wanted) - num_worth
             wait.given_up.update(missing[num_worth:])
         return (missing[:num_worth], sources[:num_worth]) if num_worth else None
+
+    def _read_room(self, missing: Keys, sources: Rows) -> int:
+        """Return the number of leading blocks that the tiers can read now."""
+        room = len(missing)
+        for row in {*sources.tolist()}:
+            at = np.flatnonzero(sources == row)
+            count = self._stack.lanes[row].tier.read_room(
+                missing if len(at) == len(missing) else missing.take(at)
+            )
+            if count < len(at):
+                room = min(room, int(at[count]))
+        return room
 
     def _reserve(
         self, missing: Keys, ctx: RequestContext, wait: TierWait, max_blocks: int | None

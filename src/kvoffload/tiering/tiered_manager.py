@@ -309,8 +309,8 @@ class TieredManager:
             return in_ram
         self._stack.extend_paths(ctx, wait)
         missing = self.pack(keys[in_ram.num_ready :])
-        self.promotion.begin(missing, ctx, wait)
-        if missing[0] in self.promotion.promoting:
+        awaits_room = self.promotion.begin(missing, ctx, wait)
+        if awaits_room or missing[0] in self.promotion.promoting:
             return PrefixLookup(in_ram.num_ready, self.promotion.result_for(missing, wait))
         if in_ram.stopped_by is MISS and self.promotion.awaits_probe(missing[0], wait):
             return PrefixLookup(in_ram.num_ready, RETRY)

@@ -111,6 +111,13 @@ class SecondaryTier(ABC):
         """Return the counts of each tenant; empty if no quotas are set."""
         return {}
 
+    def read_room(self, keys: Keys) -> int:
+        """Return the number of leading `keys` that a read may contain now.
+
+        A read of further blocks would fail at once; read them after the jobs in flight. Does no I/O.
+        """
+        return len(keys)
+
     @abstractmethod
     def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
         """Start a job that reads block `i` into ``pool[rows[i]]``; returns the job's number.

@@ -100,6 +100,13 @@ class DividedTier(SecondaryTier, Generic[Member]):
         for _, tier, rows in self.shares(keys):
             tier.missed(_take(keys, rows))
 
+    def read_room(self, keys: Keys) -> int:
+        room = len(keys)
+        for _, tier, rows in self.shares(keys):
+            if (count := tier.read_room(_take(keys, rows))) < len(rows):
+                room = min(room, int(rows[count]))
+        return room
+
     def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
         checked = checked_rows(keys, pool, rows, self.block_bytes)
         shares = self.shares(keys)

@@ -144,6 +144,12 @@ class GuardedTier(SharedTier, GroupedTier):
             return NO_JOB
         return self._submit("submit_probe", self._shared.submit_probe, keys)
 
+    def read_room(self, keys: Keys) -> int:
+        count = len(keys)
+        return self._call_unless_paused(
+            "read_room", count, lambda: check_integer("read_room", self.inner.read_room(keys), count, 0)
+        )
+
     def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
         """Start a read; returns the job's number, or `NO_JOB` if the tier raises or is paused."""
         return self._submit("submit_read", self.inner.submit_read, keys, pool, rows)

@@ -153,6 +153,8 @@ class TestCluster(ValkeyContract):
         assert client.tier.stats().dropped == 60 - 12
         assert client.tier.queue_room == 4, "a finished job is not in flight"
         assert client.read(*accepted) == accepted
+        first_late = min(NUMBERS.index(share[4]) for share in shares if len(share) > 4)
+        assert client.tier.read_room(some_keys(*NUMBERS)) == first_late
         result = client.wait(client.begin_read(*NUMBERS))
         assert [number for number, ok in zip(NUMBERS, result.ok, strict=True) if ok] == accepted
         assert result.stale is not None

@@ -215,6 +215,9 @@ class RemoteTier(ConnectingTier, GroupedTier):
         self._stats.probes += len(keys)
         return self.jobs.submit(self._new(Probe, keys, self.options.probe_timeout_s))
 
+    def read_room(self, keys: Keys) -> int:
+        return min(len(keys), self.jobs.room(READ))
+
     def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
         checked = checked_rows(keys, pool, rows, self.block_bytes)
         count = min(len(keys), self.jobs.room(READ)) if self.is_open(READ) else 0
