@@ -14,7 +14,7 @@ import pytest
 from kvoffload.tiering.tiered_manager import TieredManager
 from kvoffload.tiers.contract import NO_JOB, GroupedTier, JobResult
 from kvoffload.tiers.guarded import GuardedTier
-from support.letters import HIT, keys
+from support.letters import HIT, MISS, keys
 from support.scripted_tier import ScriptedSharedTier, ScriptedTier
 from support.tiering_rig import BLOCK_BYTES, RETRY, Clock, Rig
 
@@ -196,6 +196,40 @@ def test_rows_stay_reserved_if_the_tier_cannot_be_closed() -> None:
     assert guard.finished() == []
     clock.now += 1000.0
     assert guard.finished() == []
+    tier.on_call = Raises()
+    clock.now += 59.0
+    (result,) = guard.finished()
+    assert result.ok.tolist() == [False]
+    assert tier.closed
+    assert guard.finished() == []
+
+
+def test_a_tier_that_cannot_be_closed_delays_nobody() -> None:
+    """Its rows stay reserved, but no request waits for them, and neither an idle engine nor a reset does."""
+    tier = ScriptedTier(BLOCK_BYTES, name="bad")
+    rig = rig_with(tier, immediate=True)
+    rig.below("ab", 0)
+    ctx = rig.begin()
+    assert rig.ask("ab", ctx) == (0, RETRY)
+    tier.on_call = Raises("finished", "close")
+    rig.manager.poll()
+    rig.clock.now += 11.0
+    assert not rig.manager.poll()
+    later = rig.begin()
+    assert rig.ask("ab", later) == rig.ask("ab", ctx) == (0, MISS)
+    assert rig.manager.lookup_key(b"a", later) is MISS
+    assert not rig.manager.settle(3600.0)
+    rig.manager.reset(drop_in_flight=True)
+    assert rig.manager.stats().condemned == 2, "the tier may still write to their slots"
+    rig.below("cd", 1)
+    assert rig.ask("cd", rig.begin()) == (0, RETRY)
+    assert not rig.manager.poll()
+    tier.on_call = Raises()
+    rig.clock.now += 60.0
+    rig.manager.poll()
+    assert rig.manager.stats().condemned == 0
+    assert rig.manager.settle(60.0)
+    rig.manager.close(0.0)
 
 
 def test_blocks_from_before_a_reset_that_failed_are_not_served() -> None:

@@ -97,8 +97,11 @@ class TierLane:
             self.probing.update(new)
 
     def is_stalled(self, now: float, deadline_s: float) -> bool:
-        """Return True if the oldest job is older than four deadlines. A stalled tier gets no new jobs."""
-        if not self.jobs:
+        """Return True if the oldest job is older than four deadlines. A stalled tier gets no new jobs.
+
+        A tier that was given up is not stalled: it rejects all jobs.
+        """
+        if not self.jobs or self.tier.is_stuck:
             return False
         oldest = next(iter(self.jobs.values()))
         return now - oldest.since > _STALLED_AFTER_DEADLINES * deadline_s
@@ -109,6 +112,11 @@ class TierLane:
         They pause for 10 s after the third consecutive failed read, and after each further failed read.
         """
         return now < self._next_try
+
+    @property
+    def has_jobs(self) -> bool:
+        """True if a job will end, or queued blocks will be offered. Jobs of a stuck tier may never end."""
+        return bool(self.waiting) or (bool(self.jobs) and not self.tier.is_stuck)
 
     def end_read(self, result: JobResult, now: float) -> None:
         """Update speed and health after a read.

@@ -43,12 +43,16 @@ class Promotion:
         self._stack = stack
         timeouts = [lane.tier.probe_timeout_s for lane in stack.lanes]
         self._probe_timeout_s = min(stack.deadline_s, max(timeouts, default=0.0))
-        self._num_reading = 0
         self.promoting: dict[bytes, tuple[int, StorePlan]] = {}
         self.asking: dict[RequestContext, TierWait] = {}
         self.ahead: dict[RequestContext, TierWait] = {}
         self.trusts_no_tier = False
         self._distrusted: set[bytes] = set()
+
+    @property
+    def _num_reading(self) -> int:
+        """Number of blocks that are being read, without reads of tiers that were given up."""
+        return sum(lane.num_reading for lane in self._stack.lanes if not lane.tier.is_stuck)
 
     def poll(self) -> None:
         """Start reads for the single keys looked up in this step, and read ahead for one queued request."""
@@ -104,8 +108,11 @@ class Promotion:
     def result_for(self, keys: Sequence[bytes], wait: TierWait) -> LookupResult:
         """Return the lookup result for blocks that are in tiers.
 
-        The result is RETRY while the request may wait for the blocks, and MISS after its time limit.
+        The result is RETRY while the request may wait for the blocks, and MISS after its time limit, or if
+        the first block is being read from a tier that was given up.
         """
+        if keys[0] in self.promoting and self._stack.lanes[self.promoting[keys[0]][0] - 1].tier.is_stuck:
+            return LookupResult.MISS
         had_given_up = wait.gave_up
         if not wait.keeps_waiting(self._stack.clock(), self._stack.deadline_s):
             self._stack.counts.gave_up += not had_given_up
@@ -125,7 +132,6 @@ class Promotion:
         """End a read: make sound blocks ready in RAM, and release the slots of the other blocks."""
         # A block may have become distrusted since the read began.
         stack, ok = self._stack, result.ok & self.trusted(plan.keys)
-        self._num_reading -= len(plan.keys)
         lane.end_read(result, stack.clock())
         for key in plan.keys:
             # After a reset, a later read of the block may be in flight.
@@ -250,7 +256,6 @@ class Promotion:
             # If they were requested again in every step, these blocks would evict the reserved blocks.
             stack.counts.no_room += len(missing) - num_reserved
             wait.given_up.update(missing[num_reserved:])
-        self._num_reading += num_reserved
         return plan if num_reserved else None
 
     def _read(self, plan: StorePlan, sources: Rows, wait: TierWait) -> None:
@@ -262,7 +267,6 @@ class Promotion:
             lane = self._stack.lanes[row]
             job = lane.tier.submit_read(share.keys, self._stack.memory.pool, share.slots)
             if job == NO_JOB:
-                self._num_reading -= len(share.keys)
                 self._stack.counts.lost += len(share.keys)
                 wait.given_up.update(share.keys)
                 self._stack.ram.complete_store(share, success=False)

@@ -420,11 +420,17 @@ class TieredManager:
 
     @property
     def has_jobs(self) -> bool:
-        """True if a tier has a job, or will get one in the next `poll`."""
-        return bool(self.promotion.asking) or any(lane.jobs or lane.waiting for lane in self.lanes)
+        """True if a tier has a job, or will get one in the next `poll`.
+
+        Jobs of a tier that was given up do not count, because they may never end.
+        """
+        return bool(self.promotion.asking) or any(lane.has_jobs for lane in self.lanes)
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait until no job is in flight; return False on time-out. For tests, replays and shutdown."""
+        """Wait until no job is in flight; return False on time-out. For tests, replays and shutdown.
+
+        Returns False without a wait for jobs of a tier that was given up and cannot be closed.
+        """
         until, slice_s = time.monotonic() + timeout_s, timeout_s / 10
         while self.poll():
             # In slices: a failed tier may never drain, while the other tiers still have work. Long slices at
@@ -434,8 +440,8 @@ class TieredManager:
                 slice_s = min(slice_s, _SETTLE_SLICE_S)
                 time.sleep(min(_SETTLE_PAUSE_S, max(0.0, until - time.monotonic())))
             if time.monotonic() >= until:
-                return not self.poll()
-        return True
+                return not self.poll() and not any(lane.jobs for lane in self.lanes)
+        return not any(lane.jobs for lane in self.lanes)
 
     def offer_all(self) -> None:
         """Queue all blocks of RAM for every tier that lacks them.

@@ -59,8 +59,8 @@ class GuardedTier(SharedTier, GroupedTier):
       failure of the method doubles the pause, up to 60 s; a success resets it. Jobs in flight are still
       collected during a pause.
     - If `finished` raises, results may be lost. The guard waits 10 s for the jobs in flight. Then it closes
-      the tier for good and reports the jobs as failed. If `close` raises too, the jobs never end and keep
-      their rows.
+      the tier for good and reports the jobs as failed. If `close` raises too, the jobs keep their rows, and
+      `finished` repeats `close`, after pauses of 1 to 60 s. The jobs end when `close` succeeds.
     - If `submit_read`, `submit_write` or `submit_probe` returns something else than a new job number, the
       guard closes the tier in the same way, but without the wait.
     - If `clear` raises, the tier may still have blocks from before the reset. The guard then repeats `clear`,
@@ -89,7 +89,9 @@ class GuardedTier(SharedTier, GroupedTier):
         self.group_blocks = self._grouped.group_blocks if self._grouped else 1
         self._failing: dict[str, _Failures] = {}
         self._paused_until = 0.0
-        self._must_clear = self._is_closed = False
+        self._must_clear = self._is_closed = self._gave_up = self._must_close = False
+        self._close_backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+        self._close_again_at = 0.0
         self._num_rows: dict[int, int] = {}  # of each job in flight
         self._doubtful: set[int] = set()  # jobs whose results may be lost
         self._doubtful_since = 0.0
@@ -195,6 +197,9 @@ class GuardedTier(SharedTier, GroupedTier):
             for result in self._call("finished", nothing, self._results):
                 self._end(result)
             self._end_doubtful()
+        elif self.is_stuck and self._clock() >= self._close_again_at:
+            self._try_close()
+            self._end_jobs_if_closed()
         ended, self._ended = self._ended, []
         return ended
 
@@ -240,7 +245,14 @@ class GuardedTier(SharedTier, GroupedTier):
             if self._must_clear:
                 self._try_clear()  # last chance: a later process would find blocks from before the reset
             self._is_closed = True
-            self._call("close", None, self.inner.close)
+            self._try_close()
+        elif self._must_close:
+            self._try_close()
+
+    @property
+    def is_stuck(self) -> bool:
+        """True if the guard has given up the tier, but `close` has failed and jobs keep their rows."""
+        return self._gave_up and self._must_close and bool(self._num_rows)
 
     # ---- calls
 
@@ -356,15 +368,27 @@ class GuardedTier(SharedTier, GroupedTier):
 
     def _give_up(self, why: str) -> None:
         """Close the tier for good, and end its jobs as failed."""
-        num_errors = self._num_errors
+        self._gave_up = True
         self.close()
         self._log.error(f"closed {id(self)}", "tier %s: closed for good, because %s", self.name, why)
-        if self._num_errors == num_errors:  # closed: nothing writes to the rows any more
+        self._end_jobs_if_closed()
+
+    def _end_jobs_if_closed(self) -> None:
+        """End the jobs as failed if `close` has succeeded: nothing accesses their rows any more."""
+        if not self._must_close:
             self._num_failed += sum(self._num_rows.values())
             self._ended += [
                 JobResult(job, np.zeros(count, np.bool_), 0.0) for job, count in self._num_rows.items()
             ]
             self._num_rows.clear()
+
+    def _try_close(self) -> None:
+        self._must_close = not self._call("close", False, self._close_inner)
+        self._close_again_at = self._clock() + self._close_backoff.next_s()
+
+    def _close_inner(self) -> bool:
+        self.inner.close()
+        return True
 
     def _try_clear(self) -> None:
         if not self._is_closed:
