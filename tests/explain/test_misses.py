@@ -240,6 +240,14 @@ def test_another_engine_has_the_blocks() -> None:
     assert explained(trace, replace(config, shared_ram=True))[1] == []
 
 
+def test_a_block_that_an_engine_has_only_loaded_is_evicted_later() -> None:
+    # Engine 1 loads blocks 1 and 2 from the shared tier, and then misses no block until they are evicted.
+    trace = trace_of([1, 2], [1, 2], [10, 11], [10, 11], [20, 21], [1, 2])
+    tiers = tuple(parse_tiers("tiers", "simulated:2"))
+    config = ReplayConfig(2, tiers=tiers, instances=2, routing="round-robin")
+    assert explained(trace, config)[1::2] == [[], [], ["evicted"] * 2]
+
+
 def test_a_tier_evicts_and_a_rule_of_a_tier_refuses() -> None:
     trace = trace_of([1], [2], [3], [1])
     _, misses = find_misses(trace, ReplayConfig(1, tiers=tuple(parse_tiers("tiers", "simulated:2"))))

@@ -87,8 +87,8 @@ class History:
             self.reasons[at] = self._reasons_of(request, missing, places)
             self.caused_by[at], self.stored_at[at] = self._decided_at[missing], self._stored_at[missing]
             self.was_in_tier[at] = self._tier[missing]
-            # Codes are numbered by first use.
-            self._num_known = max(self._num_known, int(codes.max()) + 1)
+        # Codes are numbered by first use. A first use may be a hit in a tier that other engines share.
+        self._num_known = max(self._num_known, int(codes.max(initial=-1)) + 1)
 
     def decided(self, request: int, decision: Decision, codes: Codes) -> None:
         self._decision[codes], self._decided_at[codes] = decision, request
