@@ -250,6 +250,7 @@ def documented(heading: str) -> dict[int, int]:
     [
         ("Superblock", forms.SUPERBLOCK),
         ("Groups", GROUP),
+        ("Entries", np.dtype(entry_dtype(KEY_BYTES).descr[:-1])),
         ("Checkpoints", forms.HEAD),
         ("Blocks", np.dtype(header_dtype(KEY_BYTES).descr[:-1])),
     ],
