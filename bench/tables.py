@@ -56,26 +56,27 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def table_of_hits(rows: Rows, trace: str, device: str, store: str, shown: Sequence[str] = CAPACITIES) -> str:
     """Format policies by capacities: hits, writes, share of the gap closed. Empty if not swept."""
-    header, *lines = _hits(rows, trace, device, store, shown)
-    return markdown(header, lines) if lines else ""
-
-
-def _hits(rows: Rows, trace: str, device: str, store: str, shown: Sequence[str]) -> list[list[str]]:
-    """Header and lines of a table of hits; only the header if not swept."""
     capacities = [capacity for capacity in shown if rows.optimum(trace, device, store, capacity) is not None]
     if not capacities:
-        return [[store]]
-    lines = [[store, *capacities]]
-    for policy, admission in rows.contestants(trace, device, store):
-        if admission != "all" and policy not in GATED:
-            continue
+        return ""
+    lines = []
+    for policy, admission in _contestants(rows, trace, device, store):
         cells = [rows.find(trace, device, store, capacity, policy, admission) for capacity in capacities]
         if any(cells):
-            name = f"`{policy}`" if admission == "all" else f"`{policy}`, `{admission}`"
-            lines.append([name, *(_cell(rows, cell) for cell in cells)])
+            lines.append([_label(policy, admission), *(_cell(rows, cell) for cell in cells)])
     best = [rows.optimum(trace, device, store, capacity) for capacity in capacities]
     lines.append(["*optimum*", *("" if ratio is None else f"*{ratio:.3f}*" for ratio in best)])
-    return lines
+    return markdown([store, *capacities], lines)
+
+
+def _contestants(rows: Rows, trace: str, device: str, store: str) -> list[tuple[str, str]]:
+    """Return the pairs of policy and admission rule that have a row."""
+    swept = rows.contestants(trace, device, store)
+    return [(policy, admission) for policy, admission in swept if admission == "all" or policy in GATED]
+
+
+def _label(policy: str, admission: str) -> str:
+    return f"`{policy}`" if admission == "all" else f"`{policy}`, `{admission}`"
 
 
 def _cell(rows: Rows, row: Row | None) -> str:
@@ -105,7 +106,7 @@ class Choice:
 _LRU = ("lru", "all", "on-compute")
 CHOICES = (
     Choice(
-        "device and RAM of similar size",
+        "device as large as RAM",
         "victim tier",
         "1x",
         "5%",
@@ -113,7 +114,7 @@ CHOICES = (
         ("lru", "all", "on-device-eviction"),
     ),
     Choice(
-        "similar size, RAM smaller than the live working set",
+        "device as large as RAM, RAM smaller than the live working set",
         "victim tier with `hazard`",
         "1x",
         "1%",
@@ -124,19 +125,18 @@ CHOICES = (
         "RAM smaller than the live working set", "`hazard`", "0", "1%", _LRU, ("hazard", "all", "on-compute")
     ),
     Choice(
-        "RAM much larger than the live working set",
-        "`lru` (numbers: `hazard`)",
-        "0",
-        "20%",
+        "chat, expensive writes", "`lru` with `tinylfu`", "0", "2%", _LRU, ("lru", "tinylfu", "on-compute")
+    ),
+    Choice(
+        "device as large as RAM, no victim tier",
+        "`hazard`",
+        "1x",
+        "5%",
         _LRU,
         ("hazard", "all", "on-compute"),
     ),
     Choice(
-        "chat, expensive writes", "`lru` with `tinylfu`", "0", "2%", _LRU, ("lru", "tinylfu", "on-compute")
-    ),
-    Choice("similar size, no victim tier", "`hazard`", "1x", "5%", _LRU, ("hazard", "all", "on-compute")),
-    Choice(
-        "similar size, no victim tier, chat",
+        "device as large as RAM, no victim tier, chat",
         "`lru` with `tinylfu`",
         "1x",
         "5%",
@@ -147,24 +147,25 @@ CHOICES = (
 
 
 def table_of_choices(rows: Rows) -> str:
-    """Format the recommended choices: hits and writes per reference before and after, on every trace."""
+    """Format the recommended choices: hits gained, in points, and change of writes, on the shown traces."""
     lines = []
     for choice in CHOICES:
         cells = []
-        for trace in rows.traces:
+        for trace in SHOWN_TRACES:
             ends = [
                 rows.find(trace, choice.device, store, choice.capacity, policy, admission)
                 for policy, admission, store in (choice.before, choice.after)
             ]
             before, after = ends
-            cells.append(
-                ""
-                if before is None or after is None
-                else f"{before.hits:.3f} → {after.hits:.3f} ({before.writes:.2f} → {after.writes:.2f})"
-            )
-        size = f"{choice.capacity}, device {choice.device}" if choice.device != "0" else choice.capacity
-        lines.append([choice.situation, choice.choose, _name(choice.before), size, *cells])
-    return markdown(["when", "choose", "instead of", "measured at", *rows.traces], lines)
+            if before is None or after is None:
+                cells += ["", ""]
+            else:
+                points = f"{100 * (after.hits - before.hits):+.1f}"
+                cells += [points, f"{round(100 * (after.writes / before.writes - 1)):+d}%"]
+        lines.append([choice.situation, choice.choose, _name(choice.before), choice.capacity, *cells])
+    gains = ("gain in hits, points", "change of writes")
+    header = [f"{trace}: {gain}" for trace in SHOWN_TRACES for gain in gains]
+    return markdown(["when", "choose", "instead of", "RAM", *header], lines)
 
 
 def _name(contestant: tuple[str, str, str]) -> str:
@@ -178,11 +179,17 @@ def advice(rows: Rows) -> str:
 
 
 def tables(rows: Rows) -> str:
-    """Text between the markers ``tables``: the shown traces, without a device."""
-    sides = [_hits(rows, trace, "0", "on-compute", SHOWN_CAPACITIES) for trace in SHOWN_TRACES]
-    cells = [{name: cells for name, *cells in side[1:]} for side in sides]
-    header = ["on-compute", *(f"{trace}, {size}" for trace in SHOWN_TRACES for size in SHOWN_CAPACITIES)]
-    return markdown(header, ([name, *(cell for side in cells for cell in side[name])] for name in cells[0]))
+    """Text between the markers ``tables``: hits of the shown traces, without a device."""
+    columns = [(trace, capacity) for trace in SHOWN_TRACES for capacity in SHOWN_CAPACITIES]
+    lines = []
+    for policy, admission in _contestants(rows, SHOWN_TRACES[0], "0", "on-compute"):
+        found = [rows.find(trace, "0", "on-compute", size, policy, admission) for trace, size in columns]
+        lines.append(
+            [_label(policy, admission), *("" if row is None else f"{row.hits:.3f}" for row in found)]
+        )
+    best = [rows.optimum(trace, "0", "on-compute", size) for trace, size in columns]
+    lines.append(["*optimum*", *("" if ratio is None else f"*{ratio:.3f}*" for ratio in best)])
+    return markdown(["hits", *(f"{trace}, {size}" for trace, size in columns)], lines)
 
 
 def all_tables(rows: Rows) -> str:
