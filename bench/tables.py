@@ -127,22 +127,6 @@ CHOICES = (
     Choice(
         "chat, expensive writes", "`lru` with `tinylfu`", "0", "2%", _LRU, ("lru", "tinylfu", "on-compute")
     ),
-    Choice(
-        "device as large as RAM, no victim tier",
-        "`hazard`",
-        "1x",
-        "5%",
-        _LRU,
-        ("hazard", "all", "on-compute"),
-    ),
-    Choice(
-        "device as large as RAM, no victim tier, chat",
-        "`lru` with `tinylfu`",
-        "1x",
-        "5%",
-        _LRU,
-        ("lru", "tinylfu", "on-compute"),
-    ),
 )
 
 
@@ -179,10 +163,12 @@ def advice(rows: Rows) -> str:
 
 
 def tables(rows: Rows) -> str:
-    """Text between the markers ``tables``: hits of the shown traces, without a device."""
+    """Text between the markers ``tables``: hits of policies with default parameters, without a device."""
     columns = [(trace, capacity) for trace in SHOWN_TRACES for capacity in SHOWN_CAPACITIES]
     lines = []
     for policy, admission in _contestants(rows, SHOWN_TRACES[0], "0", "on-compute"):
+        if "," in policy:
+            continue
         found = [rows.find(trace, "0", "on-compute", size, policy, admission) for trace, size in columns]
         lines.append(
             [_label(policy, admission), *("" if row is None else f"{row.hits:.3f}" for row in found)]
