@@ -44,7 +44,10 @@ MAY_IMPORT = {
         *("text", "_version"),
     },
     "check": {"simulate", "replay", "metrics", "traces", "settings", "text", "errors"},
-    "calibration": {"simulate", "replay", "tiers", "transfer", "structures", "errors", "_version"},
+    "openai_server": {"tiers", "errors"},
+    "calibration": {
+        *("openai_server", "simulate", "replay", "tiers", "transfer", "structures", "errors", "_version"),
+    },
     "sweep": {
         *("simulate", "replay", "traces", "tiers", "core", "structures", "settings", "text", "errors"),
         "_version",
@@ -53,7 +56,7 @@ MAY_IMPORT = {
         *("sweep", "check", "simulate", "replay", "traces", "tiers", "core", "settings", "text", "errors"),
         "_version",
     },
-    "canary": {"metrics", "errors"},
+    "canary": {"openai_server", "metrics", "errors"},
     "pages": {"explain", "plan", "sweep", "check", "settings", "text", "errors", "_version"},
     "testing": {
         *("replay", "traces", "tiers", "transfer", "admission", "policies", "core", "structures", "errors"),

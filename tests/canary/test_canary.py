@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvoffload.canary.server import Pace
+from kvoffload.canary.answers import Answer
+from kvoffload.canary.prompts import Prompt
+from kvoffload.canary.server import Counters, Pace, Server
 from kvoffload.cli import canary as command
+from kvoffload.errors import CanaryError
 from support.fake_openai import FakeServer, fake_server
 from support.run_cli import kvoffload
 
@@ -44,6 +49,14 @@ def test_a_fault_of_the_tiers_is_an_alarm() -> None:
     assert worst["phase"].startswith("from the tiers")
     assert worst["position"] == 0
     assert worst["computed_logprob"] - worst["cached_logprob"] == pytest.approx(0.3, abs=0.02)
+
+
+def test_nan_from_the_tiers_is_an_alarm() -> None:
+    """Damaged KV usually gives NaN, which no comparison with a number would notice."""
+    with fake_server(tier_fault=math.nan) as fake:
+        code, report = run(fake)
+    assert (code, report["verdict"]) == (1, "different")
+    assert report["differences"][0]["cached_logprob"] is None
 
 
 def test_a_small_shift_of_all_answers_is_an_alarm() -> None:
@@ -130,7 +143,14 @@ def test_an_invalid_file_of_prompts_is_refused(line: str, message: str, tmp_path
 @pytest.mark.parametrize(
     ("server", "options", "message"),
     [
-        ({}, ("--model", "absent"), "model 'absent' is not served; allowed: fake, other"),
+        ({}, ("--model", "absent"), "model: 'absent' is invalid; allowed: fake, other"),
+        ({"noise": math.nan}, (), "(NaN), so nothing can be compared: check the model"),
+        ({"device_tokens": 0}, (), "give --device-tokens, or --may-reset"),
+        (
+            {},
+            ("--model", "other", "--answer-tokens", "9000"),
+            "answer-tokens: 9000 is invalid; allowed: below 8192",
+        ),
         ({"has_logprobs": False}, (), "has no log-probabilities"),
         ({"failing": 503}, (), "HTTP 503"),
         ({"api_key": "k"}, (), "HTTP 401"),
@@ -188,6 +208,80 @@ def test_every_sent_token_counts_towards_the_limit(monkeypatch: pytest.MonkeyPat
     assert code == 0
     assert limits == [1e6]
     assert sum(sent) == report["tokens_sent"] > 0
+
+
+def test_the_caches_of_all_engines_are_emptied() -> None:
+    sent = []
+    for num_engines in (1, 4):
+        with fake_server(num_engines=num_engines) as fake:
+            code, report = run(fake)
+        assert code == 0
+        sent.append(report["tokens_sent"])
+    assert sent[0] == sent[1]
+
+
+def test_a_restart_of_the_server_is_noticed() -> None:
+    before, after = Counters(700.0, 5.0, None), Counters(20.0, 8.0, None)
+    with pytest.raises(CanaryError, match="the server was restarted, or several servers answer"):
+        after.since(before)
+
+
+def test_a_failed_run_and_a_closed_pipe_leave_their_result_in_the_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A timer starts the canary. The file must not keep the result of an earlier run."""
+    path = tmp_path / "canary.prom"
+    with fake_server(tier_fault=0.5) as fake:
+        url = fake.url
+        monkeypatch.setattr(command, "_show", closed_pipe)
+        assert kvoffload("canary", url, *SMALL, "--prometheus", str(path)).returncode == 141
+        assert 'kvoffload_canary_result{result="different"} 1' in path.read_text()
+        fake.failing = 503
+        assert kvoffload("canary", url, *SMALL, "--prometheus", str(path)).returncode == 2
+        assert 'kvoffload_canary_result{result="failed"} 1' in path.read_text()
+        path.unlink()
+    assert kvoffload("canary", url, *SMALL, "--prometheus", str(path)).returncode == 2
+    assert 'kvoffload_canary_result{result="failed"} 1' in path.read_text()
+
+
+def closed_pipe(*_: object) -> None:
+    raise BrokenPipeError
+
+
+def test_watching_continues_although_the_metrics_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, waits = tmp_path / "later" / "canary.prom", []
+
+    def sleep(seconds: float) -> None:
+        if seconds < 1:
+            return  # the pace of requests
+        waits.append(seconds)
+        if len(waits) == 2:
+            raise KeyboardInterrupt
+        path.parent.mkdir()
+
+    monkeypatch.setattr(command.time, "sleep", sleep)
+    with fake_server() as fake:
+        done = kvoffload("canary", fake.url, *SMALL, "--watch", "10m", "--prometheus", str(path))
+    assert done.returncode == 130
+    assert "the file cannot be written (No such file or directory)" in done.stderr
+    assert 'kvoffload_canary_runs_total{result="equal"} 2' in path.read_text()
+
+
+def test_an_interrupt_does_not_wait_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only requests of the main thread are interrupted at once."""
+    threads = []
+
+    def interrupted(self: Server, prompt: Prompt, **_: object) -> Answer:
+        threads.append(threading.current_thread())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Server, "complete", interrupted)
+    with fake_server() as fake:
+        done = kvoffload("canary", fake.url, *SMALL)
+    assert done.returncode == 130
+    assert threads == [threading.main_thread()]
 
 
 def test_the_text_report_names_verdict_and_hits() -> None:

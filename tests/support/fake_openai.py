@@ -30,7 +30,8 @@ class FakeServer:
         has_tier, has_metrics, has_tokenize, has_logprobs: features.
         knows_salt: cached prompts are separated by ``cache_salt``.
         may_reset: ``POST /reset_prefix_cache`` is allowed.
-        device_tokens: capacity of the device's cache.
+        device_tokens: capacity of the device's cache, or of the caches of all engines.
+        num_engines: number of engines that the metrics show.
         failing: HTTP status of all completions; 0 for none.
         dies_in_reply: completions end in the middle of the reply.
         api_key: required if not empty.
@@ -47,6 +48,7 @@ class FakeServer:
     knows_salt: bool = True
     may_reset: bool = True
     device_tokens: int = 2048
+    num_engines: int = 1
     failing: int = 0
     dies_in_reply: bool = False
     api_key: str = ""
@@ -110,15 +112,18 @@ class FakeServer:
         self._device.clear()
 
     def metrics_text(self) -> str:
+        """Return the text of /metrics, with a cache of `device_tokens` in `num_engines` equal parts."""
         zero = dict.fromkeys(("vllm:prefix_cache_hits_total", "vllm:external_prefix_cache_hits_total"), 0.0)
         lines = ["# HELP vllm:prefix_cache_hits_total Hits.", "# TYPE vllm:prefix_cache_hits_total counter"]
         lines += [
             f'{name}{{model_name="a b",engine="0"}} {value}' for name, value in (zero | self.metrics).items()
         ]
-        blocks = self.device_tokens // 16
-        return "\n".join(
-            [*lines, f'vllm:cache_config_info{{block_size="16",num_gpu_blocks="{blocks}"}} 1.0', ""]
-        )
+        blocks = self.device_tokens // 16 // self.num_engines
+        lines += [
+            f'vllm:cache_config_info{{engine="{n}",block_size="16",num_gpu_blocks="{blocks}"}} 1.0'
+            for n in range(self.num_engines)
+        ]
+        return "\n".join([*lines, ""])
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -5,24 +5,20 @@ Sends random prompts of several lengths one at a time and times the streamed tok
 
 from __future__ import annotations
 
-import http.client
 import os
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
-
-import msgspec
 
 from kvoffload.calibration.fit import fit_prefill
 from kvoffload.calibration.samples import quantity_of
 from kvoffload.errors import ConfigError
+from kvoffload.openai_server import NoAnswerError, OpenAIServer
 from kvoffload.simulate.machine import Quantity
-from kvoffload.tiers.spec import redacted
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 """Prompt lengths to measure, in tokens. Lengths above the model's maximum are skipped."""
@@ -46,17 +42,8 @@ class Answer:
     further_s: float
 
 
-class _Model(msgspec.Struct):
-    id: str
-    max_model_len: int | None = None
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
-
-
 class Server:
-    """Client of an OpenAI-compatible server.
+    """The requests that a measurement sends to an OpenAI-compatible server.
 
     Reads the API key from ``OPENAI_API_KEY`` and never prints the key.
 
@@ -69,24 +56,10 @@ class Server:
     """
 
     def __init__(self, url: str, model: str | None = None) -> None:
-        self._shown_url = redacted(url)
-        parts = urlsplit(url)
-        try:
-            host, port = parts.hostname, parts.port
-        except ValueError:
-            host, port = None, None
-        if parts.scheme not in ("http", "https") or not host:
-            raise ConfigError("url", self._shown_url, "allowed: http://HOST:PORT, https://HOST")
-        self._secure, self._host, self._port = parts.scheme == "https", host, port
-        self._path = parts.path.rstrip("/").removesuffix("/v1")
-        models = self._models()
-        if not models:
-            raise ConfigError("url", self._shown_url, "the server lists no model at /v1/models")
-        served = next((entry for entry in models if model in (None, entry.id)), None)
-        if served is None:
-            names = ", ".join(entry.id for entry in models)
-            raise ConfigError("model", model, f"allowed: a model of the server: {names}")
-        self.model, self.max_tokens = served.id, served.max_model_len
+        api_key = os.environ.get("OPENAI_API_KEY", "")
+        self._http = OpenAIServer(url, api_key=api_key, timeout_s=_TIMEOUT_S)
+        with self._refused():
+            self.model, self.max_tokens = self._http.choose(model)
 
     def ask(self, tokens: Sequence[int]) -> Answer:
         """Send a prompt of token ids and time its answer."""
@@ -102,56 +75,26 @@ class Server:
         times = [time.perf_counter() for _ in self._token_events(body)]
         if not times:
             allowed = "the answer had no token; allowed: a server that streams"
-            raise ConfigError("url", self._shown_url, allowed)
+            raise ConfigError("url", self._http.url, allowed)
         further_s = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
         return Answer(times[0] - start, further_s)
 
     def _token_events(self, body: dict[str, Any]) -> Iterator[None]:
         """Yield None for each event of the streamed answer that has ``choices``, when the event arrives."""
-        with closing(self._connect()) as connection:
-            response = self._request(connection, "POST", "/v1/completions", msgspec.json.encode(body))
-            try:
-                for line in response:
-                    data = line.strip().removeprefix(b"data:").strip()
-                    if data and data != b"[DONE]" and line.startswith(b"data:"):
-                        event = msgspec.json.decode(data)
-                        if isinstance(event, dict) and event.get("choices"):
-                            yield None
-            except (OSError, http.client.HTTPException, msgspec.MsgspecError) as error:
-                raise self._unusable(error) from None
+        with self._refused():
+            for line in self._http.lines("/v1/completions", body):
+                data = line.strip().removeprefix(b"data:").strip()
+                if data and data != b"[DONE]" and line.startswith(b"data:"):
+                    event = self._http.parsed("/v1/completions", data)
+                    if isinstance(event, dict) and event.get("choices"):
+                        yield None
 
-    def _models(self) -> list[_Model]:
-        with closing(self._connect()) as connection:
-            response = self._request(connection, "GET", "/v1/models")
-            try:
-                return msgspec.json.decode(response.read(), type=_Models).data
-            except (OSError, http.client.HTTPException, msgspec.MsgspecError) as error:
-                raise self._unusable(error) from None
-
-    def _connect(self) -> http.client.HTTPConnection:
-        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        return kind(self._host, self._port, timeout=_TIMEOUT_S)
-
-    def _request(
-        self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None = None
-    ) -> http.client.HTTPResponse:
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
+    @contextmanager
+    def _refused(self) -> Iterator[None]:
         try:
-            connection.request(method, self._path + path, body, headers)
-            response = connection.getresponse()
-            if response.status != http.client.OK:
-                text = response.read(300).decode(errors="replace").replace("\n", " ")
-                raise ConfigError("url", self._shown_url, f"{path} answers {response.status}: {text}")
-        except (OSError, http.client.HTTPException) as error:
-            raise self._unusable(error) from None
-        return response
-
-    def _unusable(self, error: Exception) -> ConfigError:
-        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-        allowed = f"allowed: an OpenAI-compatible server that answers ({reason})"
-        return ConfigError("url", self._shown_url, allowed)
+            yield
+        except NoAnswerError as error:
+            raise ConfigError("url", self._http.url, f"{error.path} {error.why}") from None
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -17,11 +18,22 @@ class Answer:
 
     Attributes:
         tokens: the generated tokens, as text.
-        logprobs: log-probabilities of the most probable tokens at each position.
+        logprobs: log-probabilities of the most probable tokens at each position. A model with damaged KV may
+            give NaN.
     """
 
     tokens: Sequence[str]
     logprobs: Sequence[Mapping[str, float]]
+
+    @property
+    def has_logprobs(self) -> bool:
+        """True if a log-probability is above `LEAST_LOGPROB`."""
+        return any(logprob > LEAST_LOGPROB for row in self.logprobs for logprob in row.values())
+
+    @property
+    def has_nan(self) -> bool:
+        """True if a log-probability is NaN."""
+        return any(math.isnan(logprob) for row in self.logprobs for logprob in row.values())
 
 
 @dataclass(frozen=True)
@@ -72,11 +84,14 @@ def _difference(expected: Mapping[str, float], actual: Mapping[str, float], toke
     if not expected or not actual:
         return 0.0
     # A token that is not listed has at most the least log-probability of the list.
-    bounds = [_floor(row.get(token, min(row.values()))) for row in (expected, actual)]
+    bounds = [
+        _floor(row[token]) if token in row else min(map(_floor, row.values())) for row in (expected, actual)
+    ]
     if token in expected and token in actual:
         return abs(bounds[0] - bounds[1])
     return max(0.0, bounds[0] - bounds[1] if token in expected else bounds[1] - bounds[0])
 
 
 def _floor(logprob: float) -> float:
-    return max(logprob, LEAST_LOGPROB)
+    """Return the log-probability, at least `LEAST_LOGPROB`. NaN counts as a probability of 0."""
+    return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB

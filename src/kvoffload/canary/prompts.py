@@ -177,7 +177,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     Raises: `ConfigError` that names the line.
     """
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("prompts", str(path), f"it cannot be read ({error})") from None
     prompts = []
@@ -188,9 +188,9 @@ def read_prompts(path: Path) -> list[Prompt]:
             row = json.loads(line)
             content = row["prompt"]
             family = str(row.get("family", f"line-{number}"))
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             content = family = ""
-        is_ids = isinstance(content, list) and all(isinstance(token, int) for token in content)
+        is_ids = isinstance(content, list) and all(type(token) is int and token >= 0 for token in content)
         if not content or not (is_ids or isinstance(content, str)):
             raise ConfigError(
                 "prompts", f"{path}:{number}", 'allowed: {"prompt": TEXT or [TOKEN ID, ...], "family": NAME}'

@@ -147,6 +147,8 @@ class Canary:
         reference = self._phase("computed", [f"{salt}-a" for salt in singles])
         again = self._phase("computed again", [f"{salt}-b" for salt in singles])
         batch = self._phase("computed in batches", [f"{salt}-c" for salt in singles], concurrent=True)
+        for phase in (reference, again, batch):
+            _check_computed(phase.answers, self._prompts)
         device = self._device_phase(families)
         self._empty_device()
         alone = self._phase("from the tiers", families)
@@ -173,8 +175,12 @@ class Canary:
     def _phase(self, name: str, salts: Sequence[str], *, concurrent: bool = False) -> _Phase:
         self._on_phase(name)
         before = self._server.counters()
-        with ThreadPoolExecutor(self._options.concurrency if concurrent else 1) as threads:
-            answers = list[Answer | None](threads.map(self._ask, self._prompts, salts))
+        if concurrent:
+            with ThreadPoolExecutor(self._options.concurrency) as threads:
+                answers = list[Answer | None](threads.map(self._ask, self._prompts, salts))
+        else:
+            # In this thread, because Ctrl-C would wait for the answer to a request of another thread.
+            answers = [*map(self._ask, self._prompts, salts)]
         return _Phase(name, answers, self._server.counters().since(before))
 
     def _device_phase(self, salts: Sequence[str]) -> _Phase:
@@ -213,7 +219,7 @@ class Canary:
                 "or leave out --may-reset to use filler prompts"
             )
         tokens = self._options.device_tokens or self._server.device_tokens()[1]
-        if tokens is None:
+        if not tokens:
             raise CanaryError(
                 "the server does not report the size of its KV cache; give --device-tokens, or --may-reset"
             )
@@ -228,6 +234,18 @@ class Canary:
                 lambda prompt: self._server.complete(prompt, answer_tokens=1, salt=salt), prompts
             ):
                 pass
+
+
+def _check_computed(answers: Sequence[Answer | None], prompts: Sequence[Prompt]) -> None:
+    """Raise `CanaryError` if computed answers cannot be compared with other answers."""
+    for answer, prompt in zip(answers, prompts, strict=True):
+        if answer is not None and answer.has_nan:
+            raise CanaryError(
+                f"the computed answer to prompt {prompt.name} has log-probabilities that are not numbers "
+                "(NaN), so nothing can be compared: check the model"
+            )
+    if not any(answer.has_logprobs for answer in answers if answer is not None):
+        raise CanaryError("the computed answers have no log-probabilities, so nothing can be compared")
 
 
 class _Phases:
@@ -344,6 +362,11 @@ class _Phases:
             doubts.append(
                 "the tiers seem to ignore cache_salt: the reference is the first answer to each prompt"
             )
+            if self._reference.counters.tier_tokens:
+                doubts.append(
+                    "tokens from the tiers arrived during the first answers, too: if an earlier run had the "
+                    "same prompts, the reference was not computed; give another --seed"
+                )
         if not has_noise:
             doubts.append("noise was not measured, because no prompt was computed twice")
         elif not self._sizes(self._device):

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import json
+import math
 import threading
 import time
-import urllib.error
-import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass
-from http.client import HTTPException
 from typing import Any
 
 from kvoffload.canary.answers import Answer
 from kvoffload.canary.prompts import Prompt
 from kvoffload.errors import CanaryError
 from kvoffload.metrics.scrape import Sample, samples, sums
+from kvoffload.openai_server import NoAnswerError, OpenAIServer
 
 _NUM_LOGPROBS = 5
-_MOST_TEXT = 300
+_SIZES = ("block_size", "num_gpu_blocks")
+"""Labels of vLLM's metric of the configuration."""
+_MOST_DIGITS = 19
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,17 @@ class Counters:
         return bool(self.tier_tokens or self.preemptions)
 
     def since(self, before: Counters) -> Counters:
-        """Return the increase of all counters since an earlier reading."""
-        return self.plus(Counters(*(None if value is None else -value for value in astuple(before))))
+        """Return the increase of all counters since an earlier reading.
+
+        Raises: `CanaryError` if a counter has decreased.
+        """
+        increase = self.plus(Counters(*(None if value is None else -value for value in astuple(before))))
+        if any(value is not None and value < 0 for value in astuple(increase)):
+            raise CanaryError(
+                "a counter of the server decreased during the run: the server was restarted, or several "
+                "servers answer at this address; run the canary again, with the address of one server"
+            )
+        return increase
 
     def plus(self, other: Counters) -> Counters:
         """Return the sum of two readings."""
@@ -75,7 +86,13 @@ class Server:
         timeout_s: longest duration of a request.
         tier_hits_metric: Prometheus counter of tokens loaded from tiers; None for vLLM's counter.
 
+    Attributes:
+        url: the address without user, password and ``/v1``.
+        max_model_tokens: longest context in tokens; None if unknown.
+
     Thread: any. Every method raises `CanaryError` if the server gives no usable answer.
+
+    Raises: `ConfigError` for any other URL, or a model that is not served.
     """
 
     def __init__(
@@ -88,11 +105,11 @@ class Server:
         tier_hits_metric: str | None = None,
         pace: Pace | None = None,
     ) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
-        self._api_key, self._timeout_s, self._pace = api_key, timeout_s, pace or Pace(None)
+        self._http = OpenAIServer(url, api_key=api_key, timeout_s=timeout_s)
+        self.url, self._timeout_s, self._pace = self._http.url, timeout_s, pace or Pace(None)
         self._tier_hits_metric = tier_hits_metric
-        self.max_model_tokens: int | None = None
-        self.model = self._choose(model)
+        with _as_canary_error():
+            self.model, self.max_model_tokens = self._http.choose(model)
         self.tokens_sent, self._counting = 0, threading.Lock()
 
     # ---- completions
@@ -143,24 +160,38 @@ class Server:
             "vllm:prefix_cache_hits",
             "vllm:num_preemptions",
         )
-        return Counters(*(metrics.get(name, metrics.get(f"{name}_total")) for name in names))
+        counts = (metrics.get(name, metrics.get(f"{name}_total")) for name in names)
+        return Counters(*(count if count is not None and math.isfinite(count) else None for count in counts))
 
     def metrics(self) -> dict[str, float]:
         """Return the Prometheus metrics, summed over labels; empty if the server has none."""
         return sums(self._samples())
 
     def device_tokens(self) -> tuple[int | None, int | None]:
-        """Return the sizes of a block and of the device's KV cache, in tokens. Unknown sizes are None."""
-        for sample in self._samples():
-            if sample.name == "vllm:cache_config_info":
-                labels = sample.labels
-                block, blocks = labels.get("block_size", ""), labels.get("num_gpu_blocks", "")
-                if block.isdecimal():
-                    return int(block), int(block) * int(blocks) if blocks.isdecimal() else None
-        return None, None
+        """Return the sizes of a block and of the KV caches of all engines, in tokens. Unknown sizes are None.
+
+        A server with several engines has one cache for each engine.
+        """
+        configs = [sample.labels for sample in self._samples() if sample.name == "vllm:cache_config_info"]
+        sizes = [
+            tuple(
+                int(text) if text.isdecimal() and len(text) < _MOST_DIGITS else 0
+                for text in (labels.get(name, "") for name in _SIZES)
+            )
+            for labels in configs
+        ]
+        if not sizes or not all(block for block, _ in sizes):
+            return None, None
+        tokens = (
+            sum(block * blocks for block, blocks in sizes) if all(blocks for _, blocks in sizes) else None
+        )
+        return sizes[0][0], tokens
 
     def reset_device_cache(self) -> bool:
-        """Empty the device's prefix cache; return False if the server does not allow it."""
+        """Empty the device's prefix cache; return False if the server does not allow it.
+
+        Raises `CanaryError` if running requests hold blocks until the time-out.
+        """
         until = time.monotonic() + self._timeout_s
         while time.monotonic() < until:
             try:
@@ -172,58 +203,34 @@ class Server:
             if not isinstance(reply, dict) or reply.get("success", True):
                 return True
             time.sleep(0.1)  # transfers still hold blocks
-        return False
+        raise CanaryError(
+            f"{self.url}/reset_prefix_cache has not emptied the device's cache in {self._timeout_s:g} s: "
+            "running requests hold blocks"
+        )
 
-    # ---- HTTP
-
-    def _choose(self, model: str | None) -> str:
-        models = self._json("/v1/models")
-        try:
-            rows = {str(row["id"]): row for row in models["data"]}
-        except (TypeError, KeyError):
-            rows = {}
-        if model is None and not rows:
-            raise CanaryError(f"{self.url}/v1/models lists no model; give --model")
-        if model is not None and model not in rows:
-            raise CanaryError(f"model {model!r} is not served; allowed: {', '.join(rows) or 'none'}")
-        name = model or next(iter(rows))
-        longest = rows[name].get("max_model_len")
-        self.max_model_tokens = longest if isinstance(longest, int) else None
-        return name
+    # ---- requests
 
     def _samples(self) -> list[Sample]:
         try:
-            scraped = self._get("/metrics").decode(errors="replace")
+            with _as_canary_error():
+                scraped = self._http.get("/metrics").decode(errors="replace")
         except CanaryError as error:
             if error.status is None:
                 raise
             return []
         return samples(scraped)
 
-    def _json(self, path: str, body: object = None) -> Any:
-        content = self._get(path, body)
-        try:
-            return json.loads(content or b"{}")
-        except ValueError:
-            shown = content[:_MOST_TEXT].decode(errors="replace")
-            raise CanaryError(f"{self.url}{path} did not answer with JSON: {shown!r}") from None
+    def _json(self, path: str, body: object) -> Any:
+        with _as_canary_error():
+            return self._http.json(path, body)
 
-    def _get(self, path: str, body: object = None) -> bytes:
-        headers = {"Content-Type": "application/json"}
-        if self._api_key:
-            headers["Authorization"] = f"Bearer {self._api_key}"
-        data = None if body is None else json.dumps(body).encode()
-        try:
-            request = urllib.request.Request(self.url + path, data, headers)
-            with urllib.request.urlopen(request, timeout=self._timeout_s) as response:
-                content: bytes = response.read()
-                return content
-        except urllib.error.HTTPError as error:
-            shown = error.read()[:_MOST_TEXT].decode(errors="replace")
-            raise CanaryError(f"{self.url}{path}: HTTP {error.code}: {shown}", error.code) from None
-        except (OSError, ValueError, HTTPException) as error:  # HTTPException: half a reply
-            reason = getattr(error, "reason", error)
-            raise CanaryError(f"{self.url}{path} does not answer: {reason}") from None
+
+@contextmanager
+def _as_canary_error() -> Iterator[None]:
+    try:
+        yield
+    except NoAnswerError as error:
+        raise CanaryError(str(error), error.status) from None
 
 
 def _answer(reply: Any, prompt: Prompt) -> Answer:
@@ -231,13 +238,28 @@ def _answer(reply: Any, prompt: Prompt) -> Answer:
         logprobs = reply["choices"][0]["logprobs"]
         tokens = [str(token) for token in logprobs["tokens"]]
         # For some tokens servers send no list.
-        most_probable = [dict(row or {}) for row in logprobs["top_logprobs"]]
+        most_probable = [
+            {token: _number(logprob) for token, logprob in (row or {}).items()}
+            for row in logprobs["top_logprobs"]
+        ]
         for row, token, logprob in zip(most_probable, tokens, logprobs["token_logprobs"], strict=True):
             if logprob is not None:
-                row.setdefault(token, logprob)
-    except (KeyError, IndexError, TypeError, ValueError):
+                row.setdefault(token, _number(logprob))
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError):
         raise CanaryError(
             f"the answer to prompt {prompt.name} has no log-probabilities; the server must support "
             "`logprobs` of /v1/completions"
         ) from None
     return Answer(tokens, most_probable)
+
+
+def _number(logprob: object) -> float:
+    """Return a log-probability. Null is a probability of 0, because JSON has no infinity.
+
+    Raises `TypeError` for anything else but a number.
+    """
+    if logprob is None:
+        return -math.inf
+    if isinstance(logprob, bool) or not isinstance(logprob, (int, float)):
+        raise TypeError("not a number")
+    return logprob

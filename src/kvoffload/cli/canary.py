@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import click
 import msgspec
@@ -28,9 +28,10 @@ from kvoffload.pages.page import Table
 from kvoffload.settings.output_files import check_regular, replaced
 from kvoffload.settings.read import Count, Duration, Positive, convert
 from kvoffload.text import duration
+from kvoffload.tiers.shared.printable import printable
 
 _EXIT_CODES = {Verdict.EQUAL: 0, Verdict.WITHIN_NOISE: 0, Verdict.DIFFERENT: 1, Verdict.NOT_SHOWN: 3}
-_BLOCK_TOKENS, _LONGEST_PROMPT, _LONGEST_FILLER = 16, 8192, 4096
+_BLOCK_TOKENS, _LONGEST_CONTEXT, _LONGEST_FILLER = 16, 8192, 4096
 
 
 class _TokenRange:
@@ -105,7 +106,18 @@ def canary(options: Options) -> None:
     Exit code 0: equal or within-noise. 1: different. 2: no result. 3: not-shown, because the server reports
     no hits in its tiers.
     """
-    server = Server(
+    counts: Counter[str] = Counter()
+    if options.watch is None:
+        _run_once(options, counts)
+    server = _server(options)
+    while True:
+        begun = time.monotonic()
+        _attempt(server, options, counts)
+        time.sleep(max(0.0, begun + options.watch - time.monotonic()))
+
+
+def _server(options: Options) -> Server:
+    return Server(
         options.url,
         model=options.model,
         api_key=os.environ.get("OPENAI_API_KEY", ""),
@@ -113,39 +125,44 @@ def canary(options: Options) -> None:
         tier_hits_metric=options.tier_hits_metric,
         pace=Pace(options.max_tokens_per_s),
     )
-    if options.watch is None:
-        report = _run(server, options)
-        _show(report, options)
-        _write_metrics(options, report, Counter([report.verdict]))
-        sys.exit(_EXIT_CODES[Verdict(report.verdict)])
-    counts: Counter[str] = Counter()
-    while True:
-        begun = time.monotonic()
-        result = _attempt(server, options)
-        counts[result.verdict if result else FAILED] += 1
-        _write_metrics(options, result, counts)
-        time.sleep(max(0.0, begun + options.watch - time.monotonic()))
 
 
-def _attempt(server: Server, options: Options) -> CanaryReport | None:
+def _run_once(options: Options, counts: Counter[str]) -> NoReturn:
+    """Run the canary, and exit with the code of its verdict. A failed run is written to the metrics, too."""
+    try:
+        report = _run(_server(options), options)
+    except CanaryError:
+        _write_metrics(options, None, counts)
+        raise
+    _write_metrics(options, report, counts)
+    _show(report, options)
+    sys.exit(_EXIT_CODES[Verdict(report.verdict)])
+
+
+def _attempt(server: Server, options: Options, counts: Counter[str]) -> None:
     """Run the canary once, for ``--watch``.
 
-    If the server does not answer, print an error message and return None.
+    If the server does not answer, or the metrics cannot be written now, print the error.
     """
+    report = None
     try:
         report = _run(server, options)
     except CanaryError as error:
         click.echo(f"kvoffload: {error}", err=True)
-        return None
-    _show(report, options)
-    return report
+    try:
+        _write_metrics(options, report, counts)
+    except ConfigError as error:
+        click.echo(f"kvoffload: {error}", err=True)
+    if report is not None:
+        _show(report, options)
 
 
 def _run(server: Server, options: Options) -> CanaryReport:
     seed = options.seed or secrets.randbelow(2**31) + 1
-    longest = min(server.max_model_tokens or _LONGEST_PROMPT, _LONGEST_PROMPT) - options.answer_tokens
+    context = min(server.max_model_tokens or _LONGEST_CONTEXT, _LONGEST_CONTEXT)
+    longest = context - options.answer_tokens
     if longest < 1:
-        raise ConfigError("answer-tokens", options.answer_tokens, f"allowed: below {server.max_model_tokens}")
+        raise ConfigError("answer-tokens", options.answer_tokens, f"allowed: below {context}")
     run_options = CanaryOptions(
         seed=seed,
         answer_tokens=options.answer_tokens,
@@ -171,6 +188,8 @@ def _prompts(server: Server, options: Options, seed: int, longest: int) -> list[
 
 
 def _write_metrics(options: Options, report: CanaryReport | None, counts: Counter[str]) -> None:
+    """Count a run, None for a failed run, and write the file of ``--prometheus``. Raises `ConfigError`."""
+    counts[FAILED if report is None else report.verdict] += 1
     if options.prometheus is not None:
         # Replaced atomically, because a collector must not read an incomplete file.
         with replaced("prometheus", options.prometheus) as path:
@@ -183,7 +202,7 @@ def _show(report: CanaryReport, options: Options) -> None:
         return
     lines = [f"{report.verdict}: {'; '.join(report.reasons)}"]
     lines.append(
-        f"{report.model} at {report.url}, {report.prompts} prompts of seed {report.seed}, "
+        f"{printable(report.model)} at {report.url}, {report.prompts} prompts of seed {report.seed}, "
         f"{report.tokens_sent:,} prompt tokens sent in {duration(report.seconds)}"
     )
     if report.verdict == Verdict.DIFFERENT.value:
