@@ -1,7 +1,6 @@
-"""The store mode ``on-compute``. It is also the base class of the store mode ``on-device-eviction``.
+"""Store mode ``on-compute``, the base class of the store mode ``on-device-eviction``.
 
-A store mode calls policies and admission rules that are written in Python. The manager's kernels call
-compiled policies.
+A store mode calls policies and admission rules that are written in Python. Kernels call compiled policies.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from kvoffload.structures.keys import Keys
 
 
 class OnCompute:
-    """The mode in which blocks are offered as soon as the device has computed them, in prefix order.
+    """Store mode in which the engine offers blocks as soon as the device has computed them, in prefix order.
 
-    The tier holds the blocks of the device and more. The policy orders every block of the tier.
+    The policy orders every block of the tier, including blocks that the device also holds.
 
     Attributes:
         one_prefix: True if the blocks of a store follow one another in the prefix of one request.
         follows_device: True if the mode tracks which blocks the device holds. If True, the policy observes a
             request before its load, otherwise before its store.
         is_compiled: True if kernels do all the work: the policy is compiled, and no admission rule is set.
-        num_not_admitted: number of blocks of the last offer that the admission rule refused, without blocks
-            that the policy refused.
+        num_not_admitted: number of blocks of the last offer that the admission rule refused. Blocks that the
+            policy refused do not count.
     """
 
     one_prefix: ClassVar[bool] = True
@@ -122,9 +121,8 @@ class OnCompute:
             ctx: the request.
             new: the offer. The method fills in the slots and victims.
             kept: receives the offered blocks that are already in RAM, if the tier is a victim tier.
-            enters: the argument `admitted` of `stores.prepare_store`. If it is 0, the policy may refuse
-                blocks.
-            admitted: True if all blocks enter without a check by the admission rule.
+            enters: argument `admitted` of `stores.prepare_store`. If it is 0, the policy may refuse blocks.
+            admitted: True to skip the admission rule.
 
         Raises: `PolicyError` if the policy breaks its contract.
         """
@@ -151,10 +149,7 @@ class OnCompute:
         return stored
 
     def admit(self, rule: Admission, fresh: U64Matrix, rows: SlotArray) -> int:
-        """Move the keys and rows of the blocks that the rule admits to the front.
-
-        Return the number of these blocks.
-        """
+        """Move the blocks that the rule admits to the front of `fresh` and `rows`; return their number."""
         return rule.leading(Keys(fresh, self.policy.index.key_bytes))
 
     def choose(self, new: Entering, ctx: RequestContext) -> None:
@@ -180,10 +175,7 @@ class OnCompute:
             )
 
     def keep(self, kept: Entering, ctx: RequestContext) -> None:
-        """Report to the policy that the device has dropped these resident blocks.
-
-        This class does nothing. `OnDeviceEviction` overrides the method.
-        """
+        """Hook for resident blocks that the device has dropped. `OnDeviceEviction` reports them."""
 
     def wrong_victim(self, plan: bytearray, row: int) -> PolicyError:
         """Create the error for the invalid victim in row `row` of a plan."""
@@ -201,7 +193,7 @@ class OnCompute:
         self.policy.remove(slots)
 
     def reset(self) -> None:
-        """Forget the duplicates, the uses of duplicates and the policy's state."""
+        """Forget the duplicates, the recorded uses (`returning`) and the policy's state."""
         self.cache.duplicates.clear()
         self.cache.known.clear()
         self.policy.reset()

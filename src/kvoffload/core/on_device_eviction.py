@@ -1,8 +1,8 @@
-"""The store mode of a victim tier, which stores the blocks that the device drops.
+"""Store mode of a victim tier, which stores the blocks that the device drops.
 
 The policy orders only the blocks that the device does not hold. When the device loads a block, the block
-leaves the policy's order. When the device drops the block, the block reenters the order. With the block the
-policy receives a flag, which is True if the block was used while the device held it.
+leaves the policy's order. When the device drops the block, the policy gets it back with a flag: True if
+requests used the block again while the device held it (`returning`).
 """
 
 from __future__ import annotations

@@ -76,10 +76,7 @@ def complete(plan: LoadPlan | StorePlan, call: str) -> None:
 
 
 def _rows_of_parts(plan: LoadPlan | StorePlan, parts: Iterable[Rows] | None) -> Iterable[Rows]:
-    """Mark a plan as completed because it is split.
-
-    Return the rows of each part. By default each block is a part.
-    """
+    """Mark a plan as completed by a split; return the rows of each part. By default each block is a part."""
     complete(plan, "split")
     return np.arange(len(plan))[:, np.newaxis] if parts is None else parts
 
@@ -163,10 +160,7 @@ class StorePlan(_Plan):
 
     @property
     def keys(self) -> Keys:
-        """The offered keys to store, in the order of the offer.
-
-        There are none if every offered block is resident or refused.
-        """
+        """The offered keys to store, in the order of the offer. There may be none."""
         return Keys(Entering.array(self.memory, "keys", self.num_stored), self.request.key_bytes)
 
     @property
@@ -181,7 +175,7 @@ class StorePlan(_Plan):
     def missing_rows(self) -> npt.NDArray[np.int32]:
         """Rows of the offered batch whose blocks were absent, int32.
 
-        The rows of stored blocks come first, then of dropped, then of refused blocks.
+        The rows of stored blocks come first, then rows of dropped blocks, then rows of refused blocks.
         """
         return Entering.array(self.memory, "rows", _number(self.memory, _NUM_MISSING))
 
@@ -192,10 +186,7 @@ class StorePlan(_Plan):
 
     @property
     def evicted(self) -> Keys:
-        """Keys of the evicted blocks.
-
-        The new blocks reuse their slots at once. A pinned block is never evicted.
-        """
+        """Keys of the evicted blocks. New blocks reuse their slots at once."""
         return Keys(Entering.array(self.memory, "evicted", self.num_evicted), self.request.key_bytes)
 
     @property

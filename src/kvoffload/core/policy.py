@@ -66,14 +66,13 @@ class EvictionPolicy(ABC):
     def access(self, slots: SlotArray, reused: BoolArray) -> None:
         """Record that one request used these resident blocks, in prefix order.
 
-        A policy that orders by recency must process the blocks from last to first. Then the head of a prefix
-        is the most recent block, and the tail is evicted first.
+        A policy that orders by recency must process the blocks from last to first. Then the first block of a
+        prefix is the most recent, and the last block is evicted first.
 
-        A victim tier reports uses later, because the device holds the blocks while they are used. When the
-        device drops blocks, `replace` inserts them, and then the tier calls `access` with all blocks of the
-        offer, in order. `reused` is True for blocks that were used again while they were duplicates. It is
-        False for all blocks if the policy observes all traffic, or if `counts_uses` is False. The tier does
-        not call `access` if no block was reused and all blocks were kept or all blocks were stored.
+        A victim tier calls `access` when the device has dropped blocks: after `replace`, with all blocks of
+        the offer. Then `reused` is True for blocks that were used again while the device held them. It is
+        False for all blocks if the policy observes all traffic, or if `counts_uses` is False. The tier omits
+        the call if no block was reused and the offer has only kept blocks or only stored blocks.
 
         Args:
             slots: shape ``(n,)``, int32.
@@ -124,8 +123,8 @@ class EvictionPolicy(ABC):
         because the manager evicts expected blocks last. A policy that refuses blocks should not refuse
         expected blocks.
 
-        Called before the request's first `observe`. Each block of a request is reported once. If the request
-        is aborted in the queue, it will not use its blocks.
+        Called before the request's first `observe`, and again if a preempted request has grown. Each block of
+        a request is reported once. A request that is aborted in the queue does not use its blocks.
 
         Args:
             path: the first keys of the request, in prefix order.
@@ -174,7 +173,7 @@ class EvictionPolicy(ABC):
 
     @classmethod
     def needs_returns(cls) -> bool:
-        """Return True if a victim tier tracks uses of duplicates for the policy (see `access`)."""
+        """Return True if a victim tier must record uses of blocks on the device (see `access`)."""
         return cls.counts_uses and not cls.observes()
 
     @abstractmethod
@@ -199,10 +198,10 @@ class EvictionPolicy(ABC):
         return None if heap is None else heap.members()
 
     def ordered_lists(self) -> tuple[Lists, Sequence[int]] | None:
-        """Return the lists that define `order`, and the numbers of these lists, coldest list first.
+        """Return the lists that define `order`, and their numbers, coldest list first; None without lists.
 
-        Returns None if no lists define the order. If a policy implements this method or `ordered_heap`, its
-        blocks can be handed over to another policy in small steps, without a call that takes O(blocks).
+        If a policy implements this method or `ordered_heap`, a policy change reads its order in small steps.
+        Otherwise the change calls `order`, which costs O(blocks).
         """
         return None
 
@@ -230,9 +229,9 @@ class BlockwisePolicy(EvictionPolicy):
         """
 
     def refresh(self, slot: int) -> None:
-        """Give the block in `slot` the place of a block that was just used, but count no use.
+        """Move the block in `slot` to the place of a block that was just used, but count no use.
 
-        Called for blocks that a request has stored and for blocks that it accesses again. The blocks of a
+        Called for blocks that a request has stored, and for its repeated accesses of a block. The blocks of a
         request are refreshed from last to first, so that its first block becomes the most recent.
         """
 

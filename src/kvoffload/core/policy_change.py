@@ -34,7 +34,7 @@ from kvoffload.structures.structs import Struct, call_2, call_4
 _CHUNK = 256
 """Largest number of blocks in one call of the new policy."""
 _CALL_BLOCKS = 16
-"""Fixed minimum that a call of the new policy costs, expressed in blocks."""
+"""Smallest part of the budget of `PolicyChange.advance` that a call of the new policy uses, in blocks."""
 
 
 class State(Struct):
@@ -117,7 +117,7 @@ class Handover(CompiledPolicy):
 
 @inline
 def _forget(own: State, slot: int) -> None:
-    """Record that a block left the old policy's order, and remove the block from the new policy, too."""
+    """Record that a block has left the old policy's order, and queue its removal from the new policy."""
     taken = own.taken
     if taken.where[slot] == NEW:
         own.removed.slots[own.removed.count] = slot
@@ -206,10 +206,9 @@ def remove(own: State, used: Used) -> None:
 
 @kernel
 def _take_coldest(own: State, slots: I32Array, reused: BoolArray) -> int:
-    """Take the coldest blocks from the list of recent blocks. All of them were used or stored by one call.
+    """Remove the coldest recent blocks: at most ``len(slots)`` blocks that the same call used or stored.
 
-    Takes at most ``len(slots)`` blocks and writes them to the end of `slots`, with the coldest block last.
-    Returns the number of blocks.
+    Writes them to the end of `slots`, with the coldest block last. Returns their number.
     """
     links, sentinel, stamps = own.taken.recent.links, own.taken.recent.num_positions, own.taken.stamps
     count, room = 0, slots.shape[0]
@@ -276,8 +275,7 @@ class PolicyChange:
     def adopt_all(self, cache: Cache, ordered: SlotArray) -> None:
         """Add all blocks to the new policy. Used if one of the policies is in Python.
 
-        `ordered`: slots of all blocks that the old policy has. The method uses them if the old policy's
-        `order` returns None.
+        `ordered`: slots of all blocks of the old policy, for an old policy whose `order` returns None.
         """
         order = self.old.order()
         self._adopt(cache, ordered if order is None else np.array(order, np.int32))
@@ -300,10 +298,7 @@ class PolicyChange:
         return not self._readers and not recent.size(0)
 
     def _advance_readers(self, taken: Taken, cache: Cache, num_blocks: int) -> int:
-        """Add blocks to the new policy that no request has used since the change began.
-
-        Returns the rest of the budget `num_blocks` after the cost of this call, in blocks.
-        """
+        """Add blocks that no request has used since the change began; return the rest of the budget."""
         taken.allow(num_blocks)
         while num_blocks > 0 and taken.visits_left > 0 and self._readers:
             slots = self._readers[0].take(taken, cache, min(num_blocks, _CHUNK))
@@ -315,10 +310,7 @@ class PolicyChange:
         return num_blocks
 
     def _adopt(self, cache: Cache, slots: SlotArray) -> None:
-        """Add blocks to the new policy, coldest first.
-
-        Each block has its own call of `replace`, which preserves the order.
-        """
+        """Add blocks to the new policy, coldest first. One `replace` per block preserves the order."""
         new = Entering.over(blank_store(1, self.new.index.key_bytes))
         new.one_prefix, new.admitted = not self.follows_device, True
         if self.handover is not None:
@@ -330,10 +322,7 @@ class PolicyChange:
             self.new.replace_in(new, cache.memory, self._path)
 
     def _give_recent(self, state: State, cache: Cache) -> int:
-        """Add the coldest recent blocks, which one call used or stored, to the new policy.
-
-        Return the cost, in blocks.
-        """
+        """Add the coldest recent blocks, all from one call, to the new policy; return the cost, in blocks."""
         slots, reused = np.empty(_CHUNK, np.int32), np.empty(_CHUNK, np.bool_)
         count = _take_coldest(state.memory, slots, reused)
         slots, reused = slots[_CHUNK - count :], reused[_CHUNK - count :]

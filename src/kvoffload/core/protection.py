@@ -45,8 +45,7 @@ class Protected:
     def is_quiet(self) -> bool:
         """True if the policy should not learn from this store. Without quotas it is always False.
 
-        It is True if the storing tenant can evict only its own blocks, and stores more blocks than its part
-        of the cache justifies (`tenants.may_learn`).
+        It is True if all victims belong to the storing tenant and `tenants.may_learn` is False for the store.
         """
         return bool(_is_quiet(self.cache))
 

@@ -36,7 +36,7 @@ SCRATCH = 2
 SMALLEST_ROOM = 16
 
 AGAIN = -(1 << 60)
-"""Results of kernels below `AGAIN` are errors. `FULL`: the path is too small for the batch. `WRONG`: a key is
+"""A kernel's result below `AGAIN` is an error. `FULL`: the path is too small for the batch. `WRONG`: a key is
 invalid. After an error nothing has changed; the caller calls `make_room` and tries again."""
 FULL, WRONG = AGAIN - 1, AGAIN - 2
 
@@ -75,9 +75,9 @@ class Path(Struct):
             request.
         tenant: number of the request's tenant (`tenants.TenantNumbers`); 0 without quotas.
         is_quiet: 1 if the policy does not observe the request (`tenants.may_learn`).
-        cut: 1 + position of the first block that the policy refused in its last refusal; 0 if it refused
-            none. While this block is absent, all later blocks are refused, too, because no request could
-            reach them. The value is always 0 in a victim tier.
+        cut: 1 + position of the first block in the policy's last refusal; 0 without a refusal, and in a
+            victim tier. While this block is absent, all later blocks are refused, too, because no request
+            could reach them.
     """
 
     index: Index
@@ -208,7 +208,7 @@ class RequestContext:
         return self.positions(len(keys))
 
     def add(self, keys: Sequence[bytes]) -> None:
-        """Add `keys` to the path, as `extend`."""
+        """Add `keys` to the path. Errors as for `extend`."""
         self.flush()
         batch = batch_of(keys, self.key_bytes)
         while (problem := _add_batch(self.memory, batch)) < AGAIN:
@@ -236,11 +236,9 @@ class RequestContext:
         return Keys(Index.array(self.memory, "keys", self.length, start), self.key_bytes)
 
     def make_room(self, keys: Sequence[bytes], problem: int) -> None:
-        """Enlarge the path if `problem` is `FULL`.
+        """Enlarge the path after the error `FULL`. After `WRONG`, raise an error for the first invalid key.
 
-        If it is `WRONG`, raise an error for the first invalid key.
-
-        Raises: `ValueError` if the key has a wrong length, `TypeError` if it is not ``bytes``.
+        Raises: `ValueError` for a key of a wrong length, `TypeError` for a key that is not ``bytes``.
         """
         if problem == WRONG and (error := wrong_key(keys, self.key_bytes)):
             raise error
@@ -268,7 +266,7 @@ def batch_of(keys: Sequence[bytes], key_bytes: int) -> Any:
 
 
 def room_for(count: int) -> int:
-    """Round `count` up to a power of two, at least `SMALLEST_ROOM`, so that few sizes of paths exist."""
+    """Round `count` up to a power of two, at least `SMALLEST_ROOM`. Empty paths of each size are cached."""
     return max(SMALLEST_ROOM, 1 << (count - 1).bit_length())
 
 
@@ -287,9 +285,7 @@ def _blank_path(room: int, key_bytes: int) -> bytes:
 
 @inline
 def place_of(path: Path, length: int, row: int) -> int:
-    """Return the position of the key that is stored in ``path.index.keys[row]``.
-
-    A new key gets the position `length`.
+    """Return the path position of the key in ``path.index.keys[row]``. A new key gets the position `length`.
 
     Returns ABSENT if there is no room for a new key.
     """

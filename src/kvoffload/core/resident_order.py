@@ -1,11 +1,9 @@
-"""Readers of the order of a policy's blocks.
+"""Readers, which return the blocks of a policy's order in steps. The order changes between the steps.
 
-They read in steps, and between the steps the policy changes its order.
-
-Each reader class reads one kind of order. `take` returns the next blocks, coldest first. The caller marks
-these blocks as taken (`Taken.where`). If a block is used between two steps, it moves, and the reader may
-return it twice, late or never. So the caller must also record used blocks (`Taken.recent`). The last reader,
-`SlotSweep`, returns the blocks that earlier readers missed. Does not know why the order is read.
+Each reader class reads one kind of order, from the coldest block on. The caller marks the returned blocks as
+taken (`Taken.where`). If a block is used between two steps, it moves, and the reader may return it twice,
+late or never. So the caller also records used blocks (`Taken.recent`). The last reader, `SlotSweep`, returns
+the blocks that earlier readers missed. Does not know why the order is read.
 """
 
 from __future__ import annotations
@@ -26,8 +24,8 @@ from kvoffload.structures.structs import Struct
 LEFT, NEW = 0, 1
 """Values of `Taken.where`: not taken, and taken."""
 _VISITS = 16
-"""Budget of a reader for each requested block, in visits. To pass a block of a list costs 1 visit. To take a
-block from a heap or to reach the end of a list costs `_VISITS` visits."""
+"""Number of visits that a reader may spend for each requested block. Passing a block of a list costs 1 visit.
+Taking a block from a heap costs `_VISITS` visits. Reaching the end of a list costs `_VISITS` visits, too."""
 _COPY_VISITS = _VISITS // 2
 """Cost to copy one rank of a heap, in visits."""
 _NO_CURSOR = -1
@@ -82,7 +80,7 @@ class Reader(Protocol):
     def take(self, taken: Taken, cache: Cache, most: int) -> SlotArray:
         """Return the next blocks: at most `most`, within the budget `Taken.visits_left`.
 
-        If a reader returns fewer blocks, or none, it is not necessarily done; see `is_done`.
+        A reader that returns fewer blocks, or none, may have more blocks: check `is_done`.
         """
 
 
@@ -215,8 +213,8 @@ def _stamp_of(taken: Taken, slot: int) -> int:
 def _has_stayed(taken: Taken, lists: Lists, sentinel: int, slot: int) -> bool:
     """Return True if the block at the cursor is still in its place.
 
-    If the next colder block is neither taken nor recent, the block at the cursor has moved: blocks join a
-    list only at its head, so all colder blocks were passed already.
+    The reader has passed all blocks that were colder, and blocks join a list only at its head. So if the next
+    colder block is neither taken nor recent, the block at the cursor has moved.
     """
     if (
         slot == _NO_CURSOR
@@ -230,9 +228,7 @@ def _has_stayed(taken: Taken, lists: Lists, sentinel: int, slot: int) -> bool:
 
 @kernel
 def _walk(taken: Taken, cache: Cache, lists: Lists, sentinel: int, slots: I32Array) -> int:
-    """Write the next blocks of a list to `slots`, except taken and recent blocks.
-
-    Return the number of written blocks.
+    """Write the next blocks of a list to `slots`, except taken and recent blocks; return their number.
 
     Sets ``taken.at_end`` to 1 at the end of the list.
     """
@@ -263,9 +259,7 @@ def _copy_ranks(taken: Taken, cache: Cache, heap: Heap, copy: Heap, start: int, 
 
 @kernel
 def _take_least(taken: Taken, cache: Cache, heap: Heap, slots: I32Array) -> int:
-    """Remove blocks from a heap, lowest rank first, and write them to `slots`.
-
-    Taken and recent blocks are not written.
+    """Remove blocks from a heap, lowest rank first; write them to `slots`, except taken and recent blocks.
 
     Returns the number of written blocks.
     """

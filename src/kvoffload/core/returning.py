@@ -1,9 +1,9 @@
-"""A record of the uses of duplicates in a victim tier.
+"""Uses of blocks while the device holds them, recorded by a victim tier.
 
-When a block becomes a duplicate, the policy forgets it. When the device drops the block, it returns to the
-policy, which would treat the block as new. So the tier remembers the keys of used duplicates in two lists:
-keys used once, and keys used again. A block that was loaded from this tier counts as used again at once. When
-a block returns, the policy receives the flag `reused`: True if the block was used again.
+When the device loads a block, the policy forgets the block, and would treat it as new when the device drops
+it. So the tier remembers the keys of used blocks in two lists: keys used once, and keys used again. If the
+tier has the block at a use, the block counts as used again at once. When a block returns to the policy, the
+flag `reused` is True if the block was used again.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Slots(Struct):
     - *ready*: the block can be read; it is pinned while a reader uses it
     - *condemned*: the block is forgotten, but a transfer still uses the slot. The slot becomes free when the
       transfer ends. Withheld slots (`withhold`) are condemned, too.
-    - *unused*: not in use since a resize of the cache
+    - *unused*: taken out of use by a resize of the cache
 
     Attributes:
         ref_cnt: shape ``(capacity,)``, int32: pins of a ready block, `WRITING` or `FREE`.

@@ -36,14 +36,13 @@ class Cache(Struct):
         index: maps keys to slots.
         slots: the state of each slot.
         duplicates: slots whose block the device also holds, in one list; empty unless `follows_device`.
-        known: keys of used duplicates (`returning`). Has no room unless `follows_device` is set and the
-            policy needs the keys.
+        known: keys of used blocks that the device holds (`returning`). Has no room unless `follows_device` is
+            set and the policy needs the keys.
         expected: keys that waiting requests expect. Has no room until the first request waits (`make_queue`).
         misses: the last events of absent blocks. Has no room unless the manager explains misses.
         tenants: owners and quotas. Has no room until the manager has quotas.
         has_tenants: 1 if the manager has quotas.
-        member: number of the tenant of all requests of this process, if each engine of a shared pool is a
-            tenant. 0 if each request has its own tenant.
+        member: number of this engine's tenant, if each engine of a shared pool is a tenant; otherwise 0.
         spares: bit mask of limits on the current store. `SPARES_EXPECTED`: the store evicts no expected
             blocks, because other slots suffice. `SPARES_TENANTS`: quotas limit the store's victims.
         policy: address of the policy's state.
@@ -99,9 +98,8 @@ class Entering(Struct):
     Attributes:
         keys: keys of the missing blocks, in the order of the offer.
         rows: row of each missing block in the offered batch.
-        slots: slots for the first `count` missing blocks. The first `num_free` of them were free. The slots
-            from there up to ``num_given - 1`` held duplicates. The policy writes its victims to the entries
-            from `num_given` on.
+        slots: slots for the first `count` missing blocks: first `num_free` free slots, then slots of
+            duplicates up to ``num_given - 1``, then the slots of victims, which the policy writes.
         evicted: keys of the evicted duplicates and victims.
         count: number of blocks to store.
         num_offered, num_missing: number of offered blocks, and number of absent blocks among them.
@@ -287,8 +285,8 @@ def evict_coldest(cache: Cache, path: Path, links: I32Matrix, first: int, last: 
 def next_victim(cache: Cache, path: Path, lists: Lists, number: int) -> int:
     """Return the next evictable block of list `number`, coldest first; ABSENT if there is none.
 
-    A protected block stays protected during a store. So call `rewind` only once before all blocks of the
-    store.
+    Call `rewind` once before the first victim of a store. A block that the search has skipped stays
+    protected until the store ends.
     """
     sentinel = lists.num_positions + number
     slot = coldest_evictable(cache, path, lists.links, lists.cursors[number], sentinel)
@@ -298,10 +296,7 @@ def next_victim(cache: Cache, path: Path, lists: Lists, number: int) -> int:
 
 @inline
 def victim_of_either(cache: Cache, path: Path, lists: Lists, number: int) -> int:
-    """Return the next victim of list `number`.
-
-    If all its remaining blocks are protected, take list ``1 - number``.
-    """
+    """Return `next_victim` of list `number` or, if there is none, of list ``1 - number``."""
     victim = next_victim(cache, path, lists, number)
     if victim == ABSENT:
         victim = next_victim(cache, path, lists, 1 - number)

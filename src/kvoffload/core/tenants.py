@@ -1,5 +1,4 @@
-"""Tenants: the owners of blocks, their quotas, and the number of blocks that a store may have under these
-quotas.
+"""Owners of blocks (tenants), their quotas, and the room that the quotas leave for a store.
 
 A tenant may use more than its minimum while other tenants do not need the slots. A store may evict blocks of
 another tenant only if that tenant keeps its minimum whatever victims the policy chooses. A tenant at its
@@ -29,9 +28,9 @@ MAX_TENANTS = 63
 UNLIMITED = 1 << 40
 ALL_TENANTS = (1 << MAX_TENANTS) - 1
 LEARNT_PART, LEARNT_ALWAYS = 2.0, 1 / 64
-"""Limit for `may_learn`: a policy learns from at most this share of all offered blocks for a tenant above its
-minimum. The share is `LEARNT_PART` times the tenant's share of the cache, plus `LEARNT_ALWAYS`. With
-`LEARNT_ALWAYS` the policy can also learn from a tenant that has no blocks."""
+"""Limits of `may_learn`. From a tenant above its minimum a policy learns only a share of all offered blocks:
+`LEARNT_PART` times the tenant's share of the cache, plus `LEARNT_ALWAYS`. Because of `LEARNT_ALWAYS` the
+policy also learns from a tenant that has no blocks yet."""
 UNSURE = -1
 """Result of `room_of_store`: count `Tenants.on_path` and call the function again, because the result depends
 on it."""
@@ -259,12 +258,10 @@ def num_evictable_of(tenants: Tenants) -> int:
 
 @inline
 def _find_givers(tenants: Tenants, owner: int, needed: int, with_own: bool) -> int:
-    """Set `givers` for a store that needs `needed` victims.
+    """Set `givers` for a store that needs `needed` victims; return the number of their evictable blocks.
 
-    Return the number of evictable blocks of the givers.
-
-    Another tenant is a giver if it keeps its minimum even if all `needed` victims, or all its evictable
-    blocks, are evicted from it. The tenant `owner` of the store is a giver if `with_own`, whatever its
+    A tenant other than `owner` is a giver if it keeps its minimum even if the store evicts as many of its
+    blocks as possible, up to `needed`. Tenant `owner`, which stores, is a giver if `with_own`, whatever its
     minimum.
     """
     givers, count = np.int64(0), np.int64(0)
@@ -323,18 +320,14 @@ def room_of_store(tenants: Tenants, owner: int, wanted: int, num_free: int, marg
     """Return the number of new blocks of tenant `owner` for which there is room, at most `wanted`.
 
     Also sets `givers`, `usable_free` and `is_owed` of `tenants`. The victims come from the first of these
-    sources that has enough blocks:
+    sources that has enough blocks; if none has, the result is less than `wanted`:
 
     1. tenants that no longer exist
-    2. other tenants with blocks above their minimum, but only if the store does not lift `owner` above its
-       own minimum
-    3. `owner` and all other tenants with blocks above their minimum
-
-    If no source has enough blocks, the result is the largest number for which there is room.
+    2. other tenants above their minimum, if `owner` stays within its own minimum
+    3. `owner` and all other tenants above their minimum
 
     If the store would exceed the maximum of `owner`, there are two ways: evict only blocks of `owner`, or
-    grow to the maximum and evict blocks of other tenants, too. The function chooses the way that allows more
-    blocks.
+    grow to the maximum and evict blocks of other tenants, too. The function chooses the way with more room.
 
     Args:
         margin: 0 if `on_path` has been counted. Otherwise an upper bound of the number of evictable blocks on
@@ -411,9 +404,9 @@ def evicts_only_own(tenants: Tenants, owner: int) -> bool:
 def may_learn(tenants: Tenants, owner: int, num_missing: int, num_stored: int, capacity: int) -> bool:
     """Count a store; return True if the policy may learn from the store.
 
-    A policy learns one state from all tenants, such as ghosts and reuse statistics. A scan by one tenant must
-    not replace this state. So if a tenant is above its minimum, the policy learns from its stores only in
-    proportion to the tenant's part of the cache (`LEARNT_PART`, `LEARNT_ALWAYS`).
+    A policy has one state for all tenants, such as ghosts and reuse statistics. A scan by one tenant must not
+    replace this state. So if a store evicts blocks for a tenant above its minimum, the policy learns from it
+    only in proportion to the tenant's part of the cache (`LEARNT_PART`, `LEARNT_ALWAYS`).
 
     Args:
         num_missing: number of absent blocks that the store offers.
@@ -438,12 +431,11 @@ def may_learn(tenants: Tenants, owner: int, num_missing: int, num_stored: int, c
 
 @inline
 def forget_places(tenants: Tenants, owner: int) -> None:
-    """Forget the remembered search places that may be wrong after tenant `owner` has adopted blocks of
-    orphans, tenants that no longer exist.
+    """Forget search places that may be wrong after tenant `owner` has adopted blocks of orphans.
 
-    A place may be wrong if the givers of its search include `owner` but not all orphans: the search may have
-    skipped a block that now belongs to `owner`. If the givers include all orphans, the search has skipped no
-    block of an orphan, and the place stays valid.
+    *Orphans* are tenants that no longer exist. If the givers of a search include `owner` but not all orphans,
+    the search may have skipped a block that now belongs to `owner`. If the givers include all orphans, the
+    search has skipped no block of an orphan, and its places stay valid.
     """
     for row in range(tenants.marks.shape[0]):
         givers = tenants.marks[row, _MASK]
@@ -461,11 +453,9 @@ def _row_of(tenants: Tenants, key: int) -> int:
 def resume_search(tenants: Tenants, links: I32Matrix, key: int, sentinel: int) -> int:
     """Return the coldest block that a search from the tail of a list must check.
 
-    All colder blocks belong to tenants that are not givers.
-
-    A search remembers places that it has passed, in a stack for each list and set of givers. A place is valid
-    until its block moves. New blocks join the list at the head, so the blocks behind the place can only
-    become fewer.
+    All colder blocks belong to tenants that are not givers: earlier searches have passed them and remembered
+    a place (`remember_place`), in a stack for each list and set of givers. A place is valid until its block
+    moves. New blocks join the list at the head, so the colder blocks can only become fewer.
     """
     marks, row = tenants.marks, _row_of(tenants, key)
     if marks[row, _KEY] == key and marks[row, _MASK] == tenants.givers:
