@@ -112,10 +112,7 @@ class Problems:
         self.found.append(ConfigError(field, value, allowed))
 
     def check(self) -> None:
-        """Raise the collected `ConfigError`, or a `CombinedConfigError` if there are several.
-
-        Return if there is none.
-        """
+        """Raise the collected errors: one `ConfigError`, or several in one `CombinedConfigError`."""
         if self.found:
             raise (self.found[0] if len(self.found) == 1 else CombinedConfigError(self._where, self.found))
 

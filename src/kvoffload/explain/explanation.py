@@ -313,8 +313,7 @@ class _Facts:
         ]
 
     def seen_before(self) -> dict[str, int]:
-        """Count the misses of blocks that were not admitted, grouped by the number of earlier references to
-        the block.
+        """Count the misses of blocks that were not admitted, by the blocks' number of earlier references.
 
         ``{"1": 12, "2": 3}`` means 12 misses of blocks with one earlier reference, and 3 of blocks with two.
         """
@@ -374,7 +373,7 @@ def _ranks(trace: Trace) -> _Int64s:
 
 
 def _differing(misses: Misses) -> list[Differing]:
-    """Group the requests that differ from an earlier prompt by the reason and the place of the difference."""
+    """Group requests by the reason and the place at which they differ from an earlier prompt."""
     trace, compared = misses.trace, misses.beginnings
     request_of = trace.request_of
     groups: dict[tuple[str, int, int | None], list[int]] = {}

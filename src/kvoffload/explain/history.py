@@ -34,7 +34,7 @@ NUMBER_OF = {name: number for number, name in enumerate(_REASONS)}
 
 _OF_DECISION = np.full(1 + max(Decision), NUMBER_OF[NOT_OFFERED], np.int8)
 """Array: last decision about an absent block (0: no decision) -> number of the reason. `STORED` and
-`PROMOTED` give `UNKNOWN`, because a stored block is absent only after a later decision."""
+`PROMOTED` give `UNKNOWN`, because they cannot be the last decision about an absent block."""
 for _decision, _reason in (
     (Decision.STORED, UNKNOWN),
     (Decision.PROMOTED, UNKNOWN),

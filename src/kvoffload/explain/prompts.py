@@ -76,10 +76,9 @@ class Beginnings:
         nearest: shape ``(requests,)``; an earlier request that has the known blocks and then continues with
             other blocks. If there are several, the most similar request (with token ids) or the latest
             request (without token ids). `NO_REQUEST` if there is none.
-        continues: shape ``(requests,)``, bool; True if the request continues an earlier prompt: its known
-            blocks are a whole earlier prompt, or no earlier prompt has other blocks after the known blocks.
-            Also True if this prompt and an earlier prompt have different `cache_salt` and one of them begins
-            with all tokens of the other.
+        continues: shape ``(requests,)``, bool; True if the known blocks contain the whole prompt of the
+            previous turn, or if no earlier prompt continues the known blocks differently. With token ids also
+            True if the nearest prompt differs only in `cache_salt` and length.
         shares: shape ``(requests,)``, bool; True if the known blocks are a shared prompt
             (`Turns.is_shared_prompt`).
         differences: mapping: request -> difference from its nearest prompt. It has only requests that differ,
@@ -126,8 +125,7 @@ def beginnings(trace: Trace, tokens: BlockTokens | None = None) -> Beginnings:
 
 
 def _nearest(trace: Trace, known: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return for each request the latest earlier request that has its known blocks and further blocks after
-    them."""
+    """Return the latest earlier request that continues the known blocks of each request."""
     longer = np.full(trace.unique_blocks, NO_REQUEST, np.int64)
     nearest = np.full(trace.requests, NO_REQUEST, np.int64)
     offsets = trace.offsets.tolist()
@@ -206,10 +204,10 @@ def _best(
     count: int,
     siblings: Sequence[tuple[int, int]],
 ) -> tuple[int, Difference | None] | None:
-    """Return the request of `siblings` with the most equal tokens, and the first difference.
+    """Return the request of `siblings` with the most equal tokens, and its first difference from this prompt.
 
-    The difference is None if the prompts differ only in `cache_salt` and length. Returns None if `count` is 0
-    and no sibling has a block of equal tokens.
+    The difference is None if the prompts differ only in `cache_salt` and length. The result is None if
+    `count` is 0 and less than a block of tokens is equal.
     """
     children = np.array([child for child, _ in siblings])
     equal = tokens.ids[children] == tokens.ids[codes[count]]
@@ -239,7 +237,7 @@ def _equal_blocks(
 ) -> int:
     """Count the leading blocks with equal tokens.
 
-    The result is at least `count`, and larger if only the `cache_salt` differs.
+    The first `count` blocks are equal. Further blocks can be equal if the `cache_salt` differs.
     """
     shared = min(len(codes), len(earlier_codes))
     differs = prefixes[codes[count:shared]] != prefixes[earlier_codes[count:shared]]
@@ -263,11 +261,9 @@ def _difference(
 
 
 def _equal_rest(new: Tokens, earlier: Tokens) -> tuple[int, int, int]:
-    """Find the most frequent shift between equal passages.
+    """Find the longest passage of equal tokens; return its start in `new`, its length and its shift.
 
-    Return start, length and shift of its longest equal passage.
-
-    Returns three zeros if there is no equal passage.
+    Tries only the most frequent shift between equal passages. Returns three zeros if there is none.
     """
     if min(len(new), len(earlier)) < _WINDOW:
         return 0, 0, 0

@@ -85,9 +85,8 @@ def read_with_tokens(
 ) -> tuple[Trace, BlockTokens]:
     """Read a recording with token ids or text as a trace, and the tokens of its blocks.
 
-    Arguments and errors as for `convert`. Memory for each token of the unique blocks, with blocks of 16
-    tokens: 37 bytes at the peak, 10 bytes afterwards, and 5 more bytes in `beginnings`. With blocks of 64
-    tokens: 21, 8 and 1 bytes.
+    Arguments and errors as for `convert`. Memory per token of the unique blocks, with blocks of 16 tokens:
+    37 bytes at the peak, 10 bytes afterwards, 5 more bytes in `beginnings`; with blocks of 64: 21, 8 and 1.
     """
     keys = _TokenKeys()
     with tempfile.TemporaryDirectory(prefix="kvoffload-explain-") as directory:
