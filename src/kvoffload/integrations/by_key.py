@@ -178,14 +178,11 @@ class PooledOffloadingManager(AbstractOffloadingManager):
         self._stores: defaultdict[OffloadKey, list[StorePlan]] = defaultdict(list)
 
     def begin_request(self, request_id: str) -> RequestContext:
-        """Begin a request. Each call of another method without a context counts as a separate request."""
+        """Begin a request. A call without a context counts as a separate request."""
         return self.manager.begin_request(request_id)
 
     def finish_request(self, ctx: RequestContext) -> None:
-        """End a request.
-
-        Only now the policy and the reuse filter count the request's uses, each block once.
-        """
+        """End a request. The policy now counts the request's uses, each block once."""
         self.manager.finish_request(ctx)
 
     def lookup(self, keys: Sequence[OffloadKey], ctx: RequestContext | None = None) -> int:

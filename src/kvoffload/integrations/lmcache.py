@@ -41,7 +41,7 @@ _KEY_FORMAT = 1
 """Version of the keys and of the byte order in an object. Increment it when keys or byte order change."""
 _LOADERS = 2
 _MOST_COUNTED = 1 << 16
-"""Number of counted objects from which the adapter searches them for evicted objects."""
+"""Number of counted objects at which the adapter first checks which of them the tiers have evicted."""
 _CHECKED_AT_ONCE = 1 << 10
 Format: TypeAlias = tuple[int, str]
 """Format of an object: its number of bytes, and the names of its dtypes."""
@@ -79,9 +79,9 @@ class _Tasks(NamedTuple):
 class KVOffloadAdapter(L2AdapterInterface):
     """An L2 adapter of LMCache with tiers of kvoffload.
 
-    The tiers themselves limit and evict their contents. LMCache's own eviction by usage is switched off; its
-    quotas by ``cache_salt`` work. An object is served only if key, size, dtypes and bytes match the stored
-    object. A lookup does not lock objects. If an object is evicted between lookup and load, its load fails.
+    The tiers evict by their own policies, so LMCache's eviction by usage is off. LMCache's quotas by
+    ``cache_salt`` work. An object is served only if key, size, dtypes and bytes match the stored object. A
+    lookup does not lock objects: the load of an object that was evicted after its lookup fails.
 
     Args:
         params: the options, `AdapterOptions`.
@@ -148,7 +148,7 @@ class KVOffloadAdapter(L2AdapterInterface):
         return self._submit(self._lookups, nothing, lambda: self._find(keys, group_layout_descs))
 
     def query_lookup_and_lock_result(self, task_id: int) -> Any:
-        """Return the bitmap of present objects in the first call after the task has ended, otherwise None."""
+        """Return the bitmap of present objects, once after the end of the task; otherwise None."""
         with self._lock:
             return self._lookups.ended.pop(task_id, None)
 
@@ -161,7 +161,7 @@ class KVOffloadAdapter(L2AdapterInterface):
         return self._submit(self._loads, nothing, lambda: self._load(keys, objects))
 
     def query_load_result(self, task_id: int) -> Any:
-        """Return the bitmap of loaded objects in the first call after the task has ended, otherwise None."""
+        """Return the bitmap of loaded objects, once after the end of the task; otherwise None."""
         with self._lock:
             return self._loads.ended.pop(task_id, None)
 
@@ -178,7 +178,7 @@ class KVOffloadAdapter(L2AdapterInterface):
             logger.exception("kvoffload: internal error in delete; objects may still be served")
 
     def get_usage(self) -> AdapterUsage:
-        """Return the number of bytes in tiers that have a capacity, and LMCache's own count for each
+        """Return the bytes in tiers with a capacity, and LMCache's own count of bytes for each
         ``cache_salt``.
 
         The capacity is reported as unknown, because the tiers evict by their own policies.
@@ -286,9 +286,9 @@ class KVOffloadAdapter(L2AdapterInterface):
         return [key for key in keys if key in deleted]
 
     def _count(self, present: Mapping[Any, Format]) -> None:
-        """Report the objects of `present` that LMCache does not count yet as stored.
+        """Report the objects of `present` as stored, except objects that LMCache already counts.
 
-        If it counts many objects, report the evicted objects among them as deleted.
+        If LMCache counts many objects, also report the evicted objects as deleted.
         """
         with self._counting:
             new = {key: form for key, form in present.items() if key not in self._counted}

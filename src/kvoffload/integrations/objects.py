@@ -38,7 +38,7 @@ _BUFFERS = 4
 _BATCHES_IN_FLIGHT = 2
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.001
 _DRAIN_S = 0.005
-"""Longest time for which `clear` holds the lock without a pause while it waits for a tier, in seconds."""
+"""Longest wait of `clear` for one tier while it holds the lock, in seconds."""
 
 Addresses = npt.NDArray[np.int64]
 
@@ -86,10 +86,7 @@ class ObjectPath:
 
 @dataclass(eq=False)
 class _Job:
-    """A job of tier number `lane` for the blocks `at` of a batch.
-
-    `result` is None while the job is in flight.
-    """
+    """A job of tier number `lane` for blocks `at` of a batch. `result` is None while it is in flight."""
 
     lane: int
     number: int
@@ -273,11 +270,10 @@ class ObjectStore:
                     tier.delete(blocks)
 
     def clear(self, timeout_s: float = 10.0) -> bool:
-        """Forget all objects, in a shared tier for all machines.
+        """Forget all objects. In a shared tier they are forgotten for all machines.
 
-        Returns False if a tier did not confirm in time.
-
-        A running store writes no further objects, because its objects may come from the old weights.
+        A running store writes no further objects, because its objects may come from the old weights. Returns
+        False if a tier did not confirm in time.
 
         Args:
             timeout_s: longest wait for the tiers, in seconds. Calls of other threads continue meanwhile.
@@ -436,8 +432,8 @@ class ObjectStore:
     def _copies(
         self, batch: _Batch, memory: Extents, which: npt.NDArray[np.intp]
     ) -> Iterator[tuple[Blocks, Blocks, npt.NDArray[np.int64]]]:
-        """Yield for each extent: a view of the staging buffer, a view of the caller's memory, and the
-        objects' rows in the latter."""
+        """Yield, for each extent: its part of the staging buffer, a view of the caller's memory, and the rows
+        of the objects `which` in the view."""
         flat = batch.pool.reshape(-1)
         count, stride = len(batch.keys) // batch.parts, batch.parts * self.block_bytes
         addresses = memory.addresses[batch.objects][which]
@@ -481,12 +477,9 @@ class ObjectStore:
             self._scatter(batch, memory, np.flatnonzero(batch.ok_objects))
 
     def _begin_writes(self, batch: _Batch, path: ObjectPath | None, until: float, num_clears: int) -> None:
-        """Start to write to each tier the blocks that it lacks.
+        """Start to write each tier's missing blocks. Waits for room in the tiers' queues until `until`.
 
-        Waits for room in the tiers' queues until `until`.
-
-        `num_clears`: number of calls of `clear` when the store began. If `clear` is called again, nothing
-        more is written.
+        `num_clears`: number of calls of `clear` when the store began. A further call ends the store.
         """
         for lane, tier in enumerate(self.tiers):
             record = None if path is None else path.records[lane]

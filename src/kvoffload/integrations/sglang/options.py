@@ -21,8 +21,7 @@ class StorageOptions(ObjectOptions):
     """Options of `KVOffloadStorage`.
 
     Attributes:
-        zero_copy: use of transfers without staging memory: ``always``, ``never``, or ``auto``. ``auto``
-            means: if all tiers are shared.
+        zero_copy: ``always`` or ``never`` skip the staging memory; ``auto``: skip it if all tiers are shared.
     """
 
     deadline: Duration = 2.0
@@ -31,7 +30,7 @@ class StorageOptions(ObjectOptions):
 
     @property
     def allows_zero_copy(self) -> bool | None:
-        """The argument `zero_copy` of `ObjectStore` for the option `zero_copy`; None for ``auto``."""
+        """Argument of `ObjectStore`: True for ``always``, False for ``never``, None for ``auto``."""
         return {ALWAYS: True, NEVER: False}.get(self.zero_copy)
 
 

@@ -69,7 +69,7 @@ class HostPages:
         return False, (page.numel() * page.element_size(),)
 
     def has_indices_for(self, keys: Sequence[str], indices: Any) -> bool:
-        """Return True if `indices` are host indices for exactly the pages `keys`."""
+        """Return True if `indices` has the number of host indices that the pages `keys` need."""
         return indices is not None and int(indices.numel()) == len(keys) * self.page_size
 
     def stored(self, indices: Any) -> tuple[Extents, object]:

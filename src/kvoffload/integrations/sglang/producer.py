@@ -74,7 +74,7 @@ class Producer:
         return _text({**self.facts, "weights": identities, "names": names})
 
     def check_weights(self) -> None:
-        """Raise `ConfigError` if neither files nor a hub commit of a model are found for the fingerprint."""
+        """Raise `ConfigError` if this machine has neither files nor a hub commit of a model."""
         if self.facts.get(f"sglang.{LOAD_FORMAT}") == DUMMY:
             return  # the seed determines the weights
         for model, revision in self.models:

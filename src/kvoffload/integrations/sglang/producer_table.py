@@ -72,13 +72,13 @@ WITHOUT_EFFECT = frozenset(
 the weights."""
 
 SEED, LOAD_FORMAT, DUMMY = "random_seed", "load_format", "dummy"
-"""SGLang draws a random seed at each start. The seed affects KV only if the weights are random (`DUMMY`)."""
+"""Two arguments, and the load format of random weights. With other weights the seed does not affect KV."""
 
 RESOLVED = (
     SEED, "model_path", "revision", "speculative_draft_model_path", "speculative_draft_model_revision",
 )  # fmt: skip
-"""Arguments of which the fingerprint has SGLang's resolved value, not the user's value. SGLang draws the
-seed, and it replaces names of ModelScope models and of GGUF files by local paths."""
+"""Arguments for which the fingerprint has SGLang's resolved value instead of the user's value. SGLang draws
+the seed at each start, and replaces names of ModelScope models and of GGUF files by local paths."""
 
 VARIABLES_WITHOUT_EFFECT = re.compile(
     r"SGLANG_(TEST|HICACHE|LOG|TORCH_PROFILER|HOST|PORT|TMP|CACHE_DIR|.*TIMEOUT).*"

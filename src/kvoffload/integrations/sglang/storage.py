@@ -130,7 +130,7 @@ class KVOffloadStorage(HiCacheStorage):
 
     @contained(lambda keys, extra_info=None: 0)
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """Return the number of leading pages that a tier has."""
+        """Return the number of leading pages that are in some tier."""
         return _leading(self._find(PoolName.KV.value, keys))
 
     @contained(lambda keys, host_indices, extra_info=None: [False] * len(keys))
@@ -186,14 +186,14 @@ class KVOffloadStorage(HiCacheStorage):
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Read pages of several pools into their host pools. Returns the results of each pool by name."""
+        """Read pages of several pools into host memory. Returns results by name of the pool."""
         return self._of_pools(self._get, transfers, extra_info)
 
     @contained(lambda transfers, extra_info=None: _nothing(transfers))
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Write pages of several pools from host memory to the tier. Returns results by name of the pool."""
+        """Write pages of several pools from host memory. Returns results by name of the pool."""
         return self._of_pools(self._set, transfers, extra_info)
 
     # ---- the first interface: flat tensors
@@ -259,10 +259,7 @@ class KVOffloadStorage(HiCacheStorage):
         }
 
     def _movable(self, name: str, keys: Sequence[str], indices: Any) -> HostPages | None:
-        """Return the pool of these pages.
-
-        Return None if tiers are not open, or if pool, keys or suitable indices are missing.
-        """
+        """Return the pool of these pages; None if they cannot be transferred, for example without tiers."""
         pages = self._pages.get(name)
         if pages is None or self.store is None or not keys or not pages.has_indices_for(keys, indices):
             return None

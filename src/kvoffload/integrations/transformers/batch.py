@@ -13,12 +13,10 @@ from kvoffload.errors import ConfigError
 
 
 class PrefixBatch:
-    """A context manager for a batch of prompts.
+    """A context manager for a batch of prompts. It loads the leading columns whose KV is known for all rows.
 
-    It loads the longest prefix for which the KV of all prompts is known.
-
-    All rows of a batch have the same number of columns in `cache`. With left padding the tokens of a row
-    begin after its padding, and the padded columns contain zeros.
+    All rows of a batch have the same number of columns in `cache`. The tokens of a left-padded row begin
+    after its padding. The columns of the padding contain zeros.
 
     Attributes:
         cache: a `DynamicCache` of `num_cached` columns, for ``model(..., cache=cache)``. Before transformers

@@ -31,7 +31,7 @@ def kv_layout(model: Any, block_tokens: int = 16) -> KVLayout:
 
     Raises: `ConfigError` for a model in training mode or with unsuitable KV. The KV must be one key and one
     value for each token and layer, of equal shape and on one device. So encoder-decoders, linear attention,
-    paged attention, and rope that depends on the total length are not possible.
+    paged attention, and rope that depends on the total length are refused.
     """
     if model.config.is_encoder_decoder:
         raise ConfigError("model", type(model).__name__, "allowed: decoder-only; it is an encoder-decoder")

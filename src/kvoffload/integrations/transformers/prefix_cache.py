@@ -39,8 +39,8 @@ class PrefixCache:
             prefix = PrefixCache(model, cache)
             output = prefix.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=200)
 
-    In float32, greedy decoding gives the same tokens as ``model.generate``. In shorter types some tokens may
-    differ because of rounding, as the model computes fewer tokens at once.
+    In float32, greedy decoding gives the same tokens as ``model.generate``. In bfloat16 or float16, rounding
+    may change some tokens, because the model computes fewer tokens at once.
 
     Args:
         model: a decoder-only model with full or sliding attention, on one device.

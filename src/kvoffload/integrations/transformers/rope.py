@@ -49,11 +49,10 @@ def check_rope(fields: Any, path: str = "model.config", in_rope: bool = False) -
 def probe_rope(model: Any, longest: int, kv_of: Callable[[list[int]], list[torch.Tensor]]) -> None:
     """Refuse a model whose KV depends on the length of the sequence, whatever the name of its rope type.
 
-    The model computes a few tokens three times. In the first and third pass the last token is near the other
-    tokens, in the second pass it is at position ``longest - 1``. The KV of the other tokens must be the same
-    in all passes. Positions beyond `longest` could cause an error on a device, so only copies of the rotary
-    modules on the CPU compute them. The probe does not detect rope that changes only beyond `longest` and has
-    no module.
+    The model computes a few tokens three times. The last token is at position ``longest - 1`` in the second
+    pass, and near the other tokens in the other passes. The KV of the other tokens must be the same in all
+    passes. Positions beyond `longest` are computed only by copies of the rotary modules on the CPU, because
+    they could cause an error on a device. So a change of rope beyond `longest` is detected only in a module.
 
     Args:
         longest: ``max_position_embeddings``.
@@ -116,17 +115,14 @@ class _Call(NamedTuple):
 
     @property
     def makes_table(self) -> bool:
-        """True if the length of the sequence is an argument of the call.
-
-        Then the module computes a table of positions.
-        """
+        """True if the call has the sequence's length as an argument, to make a table of positions."""
         return any(self._is_length(value) for value in (*self.args, *self.options.values()))
 
     def _is_length(self, value: Any) -> bool:
         return type(value) is int and value in self.lengths
 
     def in_sequence(self, length: int) -> Outcome:
-        """Repeat the call for a sequence of `length` tokens; compare the results for the leading tokens."""
+        """Repeat the call with the last token at position ``length - 1``; compare all other results."""
 
         def longer(value: Any) -> Any:
             if isinstance(value, torch.Tensor) and not value.is_floating_point() and value.numel() > 1:

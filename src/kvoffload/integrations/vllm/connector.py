@@ -34,7 +34,7 @@ class KVOffloadConnector(OffloadingConnector):
          "kvoffload.integrations.vllm.connector", "kv_role": "kv_both", "kv_connector_extra_config":
          {"spec_name": "KVOffloadSpec", "spec_module_path": "kvoffload.integrations.vllm", "ram": "64GiB"}}
 
-    Raises: `ConfigError` for wrong options, only when the engine starts.
+    Raises: `ConfigError` for wrong options, when the engine starts.
     """
 
     connector_scheduler: Any
@@ -123,7 +123,7 @@ class KVOffloadConnector(OffloadingConnector):
             self._recording.recorder.close()
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """In the mode ``on-device-eviction``, begin to watch vLLM's new pool of GPU blocks."""
+        """Watch vLLM's new pool of GPU blocks for dropped and for uncomputed blocks, if needed."""
         super().bind_gpu_block_pool(gpu_block_pool)
         if self._caches_uncomputed and self.connector_scheduler is not None:
             self.connector_scheduler.remove_uncomputed(gpu_block_pool, self._step_tokens)

@@ -207,10 +207,7 @@ class VLLMPolicy(CachePolicy):
         return request
 
     def _context(self, key: bytes) -> RequestContext | None:
-        """Return the context of vLLM's last request.
-
-        Return None if this request has finished or does not have `key`.
-        """
+        """Return the context of vLLM's last request; None if it has finished or did not miss `key`."""
         if self._current is None or key not in self._current.missed or self._current.ctx.finished:
             return None
         return self._current.ctx

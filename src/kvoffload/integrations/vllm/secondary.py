@@ -158,7 +158,7 @@ class KVOffloadTier(SecondaryTierManager):
             self._tier.finish_request(record, Keys.pack(path, USUAL_KEY_BYTES))
 
     def _accepts(self, key: bytes) -> bool:
-        """Return True if the key has the expected length. Otherwise stop to use the tier."""
+        """Return True if the key has the expected length; otherwise use the tier no longer."""
         self.broken = not self._tiers.accept(len(key))
         return not self.broken
 
@@ -180,15 +180,14 @@ class KVOffloadTier(SecondaryTierManager):
 
     @contained(None)
     def on_schedule_end(self, context: Any) -> None:
-        """Probe a shared tier for the blocks of this step whose state is unknown, except blocks that are
-        being probed already."""
+        """Probe a shared tier for looked-up blocks of unknown state, except blocks of running probes."""
         unknown, self._unknown = self._unknown, {}
         new = [key for key in unknown if not any(key in probed for probed in self._probes.values())]
         if new and (job := self._tier.submit_probe(Keys.pack(new, USUAL_KEY_BYTES))) != NO_JOB:
             self._probes[job] = {*new}
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Start to write those blocks of a job that the tier accepts."""
+        """Start to write the blocks of a job, except blocks that the tier does not accept."""
         self._submit(job_metadata, is_store=True)
 
     def submit_load(self, job_metadata: Any) -> None:
@@ -229,10 +228,7 @@ class KVOffloadTier(SecondaryTierManager):
         return [event for keys, removed in changes for event in events(base, keys, removed, name)]
 
     def has_pending_work(self) -> bool:
-        """Return True while jobs, results or probes are pending.
-
-        Then vLLM makes steps even without requests.
-        """
+        """Return True if jobs, results or probes are pending: vLLM then makes steps without requests."""
         return bool(self._jobs or self._finished or self._probes or self._unknown)
 
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:

@@ -119,10 +119,7 @@ class Audits:
             self._due.pop(key, None)
 
     def end(self, request_id: str, keys: Collection[bytes], *, success: bool) -> list[Difference]:
-        """End the comparisons of a finished store, and return the differences.
-
-        If the store failed, there are none.
-        """
+        """End the comparisons of a finished store; return the differences, none if the store failed."""
         differences = []
         for plan in self._pinned.take(request_id, keys):
             findings = self._pool.take_findings(plan.slots)
@@ -141,10 +138,7 @@ class Audits:
         return differences
 
     def reset(self) -> list[LoadPlan]:
-        """Forget all due and running comparisons; call this before a reset.
-
-        Returns the plans of the pinned blocks.
-        """
+        """Forget all comparisons before a reset of the manager; return the plans of the pinned blocks."""
         self._due.clear()
         self._comparing.clear()
         return self._pinned.drain()

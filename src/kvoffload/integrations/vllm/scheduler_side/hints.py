@@ -28,10 +28,7 @@ _Priority: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class _Retain(msgspec.Struct):
-    """Payload of a retain action. vLLM has not defined its fields yet.
-
-    These names are from proposals for vLLM.
-    """
+    """Payload of a retain action. vLLM has not defined its fields yet; the names are from proposals."""
 
     priority: _Priority | None = None
     ttl_s: Annotated[float, msgspec.Meta(ge=0)] | None = None

@@ -14,9 +14,10 @@ P = TypeVar("P", LoadPlan, StorePlan)
 
 
 class InFlight(Generic[P]):
-    """The plans of each request.
+    """Plans of transfers, by request.
 
-    A transfer may end after its request has finished, and its blocks may end at different times.
+    A transfer may end after its request has finished. Transfers of a plan's blocks may end at different
+    times.
     """
 
     def __init__(self) -> None:

@@ -64,7 +64,7 @@ class LiveSettings:
         self._manager: AnyManager | None = None
 
     def apply_to(self, manager: AnyManager) -> None:
-        """Apply the settings to `manager` from now on. It must have the policy of the engine's start."""
+        """Apply the settings to `manager` from now on. It must have the policy of the engine's options."""
         self._manager = manager
         self._policy = self._wanted = self._options.policy
         self._tenants = self._options.tenants or TenantOptions({}, {})
@@ -80,9 +80,7 @@ class LiveSettings:
         return self._policy
 
     def step(self) -> bool:
-        """Read the file if it is time to do so, and continue a change of policy or size.
-
-        Called in every step.
+        """Read the file if it is due, and continue a change of policy or size. Called in every step.
 
         Returns True in the step that completes a change of policy or size.
         """

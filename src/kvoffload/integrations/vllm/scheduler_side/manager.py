@@ -422,7 +422,7 @@ class KVOffloadManager(OffloadingManager):
         return num_ready, wait
 
     def _record_of_miss(self, req_context: Any) -> LookupRecord:
-        """Return the record of a lookup that must be a miss, with its reason."""
+        """Return the lookup record of a request that may not use the cache, with the reason."""
         record = self._misses.record_of(self._step, req_context)
         record.reason = PAUSED if self.broken else KEPT_OUT
         return record
@@ -663,18 +663,14 @@ class KVOffloadManager(OffloadingManager):
 
     @_contained(False)
     def has_pending_work(self) -> bool:
-        """Return True while a request may be waiting for a tier.
-
-        Then vLLM makes steps even if no request runs.
-        """
+        """Return True while a request may wait for a tier: vLLM then makes steps even if no request runs."""
         return self._tiered is not None and self._tiered.has_jobs
 
     def reset_cache(self) -> None:
         """Forget all blocks. vLLM waits for the transfers in flight before it begins new transfers.
 
-        Requests that run now will store nothing more. vLLM would otherwise offer their blocks from before the
-        reset again, and the memory of some of these blocks may hold other data, because they have left the
-        sliding window.
+        Requests that run now will store nothing more. vLLM would offer their blocks from before the reset
+        again, but the memory of a block that has left the sliding window may hold other data.
         """
         self.broken = False
         if self._tiers is not None:
@@ -754,7 +750,7 @@ class KVOffloadManager(OffloadingManager):
         return values
 
     def shutdown(self) -> None:
-        """Close the tiers and the pool, and end the threads of the shadows and the verifier."""
+        """Close the tiers and the pool, and end the recording of calls, the shadows and the verifier."""
         if self.what_if is not None:
             self.what_if.close()
         if self._verifier is not None:

@@ -55,7 +55,7 @@ METRICS_INTERVAL_S = 0.1
 always due."""
 
 _OF_MANAGER = ("stored_blocks", "evicted_blocks", "discarded_blocks")
-"""Those of `COUNTERS` that the manager counts. The adapter counts the other counters."""
+"""Names in `COUNTERS` that the manager counts. The adapter counts the other names."""
 _COUNTERS = {NATIVE_SKIPPED, *(PREFIX + family.name for family in FAMILIES if family.is_counter)}
 _GAUGES_OF_TENANTS = {TENANT_TIER, *TENANT_GAUGES}
 
@@ -145,9 +145,7 @@ class Metrics(Reports):
         yield Value(PAUSED, (), int(is_paused))
 
     def of_manager(self, manager: AnyManager) -> Iterator[Value]:
-        """Yield the values of a manager and its tiers.
-
-        Some values are also yielded under the names of vLLM's manager.
+        """Yield the values of a manager and its tiers, some of them also under the names of vLLM's manager.
 
         If a tenant's quota was removed, its gauges are 0.
         """

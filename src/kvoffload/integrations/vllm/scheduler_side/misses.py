@@ -31,8 +31,8 @@ class LookupRecord:
         prefixes: mapping: KV group -> (looked-up prefix, number of its ready blocks).
         singles: mapping: key of a block that was looked up alone -> True for a hit.
         loaded: keys of blocks whose load has begun.
-        reason: reason of the blocks that were ready but not loaded or, if `request` is None, of all blocks.
-            If it is empty, `Misses` chooses a reason.
+        reason: reason of the ready blocks that were not loaded, or of all blocks if `request` is None. If it
+            is empty, `Misses` chooses a reason.
     """
 
     step: int
@@ -104,10 +104,7 @@ class Misses:
         return self.counts + Counter(by_reason(manager.miss_counts)) - self._manager_before
 
     def attach(self, manager: AnyManager) -> None:
-        """From now on, also report the misses of a new manager.
-
-        Misses that it has counted before do not count.
-        """
+        """Include the misses that a new manager counts from now on."""
         self._manager_before = Counter(by_reason(manager.miss_counts))
 
     # ---- inside

@@ -57,7 +57,7 @@ class RecordedLine(Line, kw_only=True, omit_defaults=True):
 class Recorder:
     """Writes requests to a new file, on a separate thread, up to `max_bytes`.
 
-    Block ids are hashed with a random salt that is not stored. So the file reveals nothing of the prompts,
+    Block ids are hashed with a random salt that is not stored. So the file does not show the text of prompts,
     and ids of two files cannot be compared. If the process is killed, the last line may be incomplete.
 
     Attributes:

@@ -136,7 +136,7 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
     vLLM reuses blocks from the head of its list of free blocks. The *window* is the head of this list, with
     the blocks that the next step may reuse. After each step this class offers the blocks of the window,
     warmest first. They are copied in the background and stay free: nothing is pinned, and the GPU's own cache
-    works as before. If vLLM reuses a block during its copy, its fence makes the reuse wait, as for blocks of
+    works as before. If vLLM reuses a block during its copy, vLLM's fence delays the reuse, as for blocks of
     finished requests.
 
     - If fewer blocks are free than the window has, a block may be computed and dropped within two steps. So
@@ -200,7 +200,7 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
         return entry is not None and entry[1] is key
 
     def _process_drops(self) -> None:
-        """Adapt the window to the blocks that the GPU has dropped since the last step."""
+        """Adapt the window to the blocks dropped since the last step; report drops without an offer."""
         if not self._num_dropped:
             return
         self.window.adapt(self._num_dropped)

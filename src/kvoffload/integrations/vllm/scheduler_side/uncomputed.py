@@ -1,4 +1,4 @@
-"""Removes blocks that vLLM has cached but not computed from the GPU's cache.
+"""Removes blocks from the GPU's cache that vLLM has cached but never computed.
 
 vLLM caches the blocks of a step when it schedules the step. With ``--scheduling-policy priority`` it may
 afterwards preempt a request that is scheduled in the same step. The request's new blocks are never computed,
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Uncomputed:
-    """The computed tokens of running requests, as of the last step.
+    """Number of computed tokens of each running request, as of the last step.
 
     Args:
         block_pool: vLLM's pool of the GPU's blocks.
@@ -50,8 +50,7 @@ class Uncomputed:
             self._num_computed.pop(request_id, None)
 
     def _evict(self, hashes: Any, num_computed: int) -> None:
-        """Remove the blocks of a request that end within `step_tokens` tokens after its first `num_computed`
-        tokens.
+        """Remove the blocks that a step may have cached after the first `num_computed` tokens of a request.
 
         Other blocks with the same keys are also removed.
         """
