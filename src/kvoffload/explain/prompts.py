@@ -165,10 +165,10 @@ def _compared(
 
 
 class _Continuations:
-    """The latest continuations of each block. The parent of a prompt's first block is `_ROOT`.
+    """The latest continuations of each block: the next block, and the request that had it.
 
-    Most blocks have one continuation, which is stored in an array. Blocks with several continuations are in a
-    dictionary.
+    `_ROOT` stands for the block before every prompt. Most blocks have one continuation, which is stored in an
+    array. Blocks with several continuations are in a dictionary.
     """
 
     def __init__(self, num_blocks: int) -> None:

@@ -65,9 +65,8 @@ class PrefixCache:
 
         Args:
             input_ids: prompts of equal length; shape ``(batch, tokens)``.
-            attention_mask: None or all ones. Padding is refused, because without ``position_ids`` a model
-                counts padding as positions, and then the stored KV would be wrong in batches with other
-                padding.
+            attention_mask: None or all ones. Padding is refused: without ``position_ids`` a model counts it
+                as positions, so that the stored KV would be wrong in batches with other padding.
             salt: any text, for example a tenant. Prompts with different salts share no KV.
 
         Raises: `ConfigError` for padding.

@@ -15,10 +15,9 @@ from kvoffload.tiering.tiered_manager import AnyManager
 class Events:
     """Events that vLLM has not taken yet.
 
-    After a reset, the removal of a block is reported only if the block is still absent when vLLM takes the
-    events. vLLM creates a record of a block when it offers the block, and deletes the record when the removal
-    is reported. If the block has been stored again in between, a late report of the removal would delete the
-    new record.
+    vLLM creates a record of a block when it offers the block, and deletes the record when the block's removal
+    is reported. So a late report would delete the new record of a block that was stored again after a reset.
+    A removal by a reset is therefore reported only if the block is absent when vLLM takes the events.
     """
 
     def __init__(self) -> None:
