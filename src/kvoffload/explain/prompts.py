@@ -165,7 +165,7 @@ def _compared(
 
 
 class _Continuations:
-    """The latest continuations of each block: the next block, and the request that had it.
+    """The latest continuations of each block: the next block, and the request that had the next block.
 
     `_ROOT` stands for the block before every prompt. Most blocks have one continuation, which is stored in an
     array. Blocks with several continuations are in a dictionary.
@@ -261,9 +261,9 @@ def _difference(
 
 
 def _equal_rest(new: Tokens, earlier: Tokens) -> tuple[int, int, int]:
-    """Find the longest passage of equal tokens; return its start in `new`, its length and its shift.
+    """Find the longest passage of equal tokens at the most frequent shift between equal passages.
 
-    Tries only the most frequent shift between equal passages. Returns three zeros if there is none.
+    Returns the passage's start in `new`, length and shift, or three zeros if there is no equal passage.
     """
     if min(len(new), len(earlier)) < _WINDOW:
         return 0, 0, 0

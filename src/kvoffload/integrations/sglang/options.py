@@ -21,7 +21,8 @@ class StorageOptions(ObjectOptions):
     """Options of `KVOffloadStorage`.
 
     Attributes:
-        zero_copy: ``always`` or ``never`` skip the staging memory; ``auto``: skip it if all tiers are shared.
+        zero_copy: transfers without staging memory: ``always``, ``never``, or ``auto`` (only if all tiers are
+            shared).
     """
 
     deadline: Duration = 2.0
@@ -30,7 +31,7 @@ class StorageOptions(ObjectOptions):
 
     @property
     def allows_zero_copy(self) -> bool | None:
-        """Argument of `ObjectStore`: True for ``always``, False for ``never``, None for ``auto``."""
+        """The option as the argument `zero_copy` of `ObjectStore`: True, False, or None for ``auto``."""
         return {ALWAYS: True, NEVER: False}.get(self.zero_copy)
 
 
