@@ -13,8 +13,15 @@ import pytest
 
 from kvoffload.tiers.contract import NO_JOB, JobResult
 from kvoffload.tiers.shared.circuit import PROBE, READ, WRITE, Breakers, CircuitBreaker
+from kvoffload.tiers.shared.epochs import EpochHistory
+from kvoffload.tiers.shared.exchanges import Probe
 from kvoffload.tiers.shared.groups import BlockGroups
+from kvoffload.tiers.shared.identity import SingleEpoch, SingleKeyspace
+from kvoffload.tiers.shared.peer import Peer
+from kvoffload.tiers.shared.remote_errors import CacheResetError, ServerError
+from kvoffload.tiers.shared.server import RemoteOptions, Server
 from kvoffload.tiers.shared.speeds import measure_speeds
+from kvoffload.tiers.valkey.protocol import Resp
 from kvoffload.tiers.valkey.resp import Connection, Login
 from support.gated_server import ANSWERS, BLOCK_BYTES, FAILS, HANGS, GatedServer
 from support.sharing_client import some_keys
@@ -322,6 +329,55 @@ def test_breaker_of_a_replay_opens_at_the_first_timeout(
     assert not tier.contains(some_keys(1)).any()
     assert tier.stats().outages == 1
     assert sum("is silent" in record.getMessage() for record in caplog.records) == 1
+
+
+# ---- nodes of a cluster
+
+
+def peer_of(history: EpochHistory | None) -> Peer:
+    keyspace = SingleKeyspace("ns", bytes(16), (b"epoch",))
+    server = Server("host:1/ns", lambda _: None, Resp(), keyspace)
+    options = RemoteOptions(namespace="ns", fingerprint="model", block_bytes=BLOCK_BYTES)
+    return Peer("valkey", server, options, send=lambda *_: None, forget=lambda **_: None, history=history)
+
+
+def ended_probe(error: Exception | None = None, refused: ServerError | None = None) -> Probe:
+    epoch = SingleEpoch("ns", bytes(16), 1)
+    probe = Probe(
+        job=1, num_rows=1, keys=some_keys(1), epoch=epoch, block_bytes=BLOCK_BYTES, deadline=0.0,
+        refused=refused,
+    )  # fmt: skip
+    probe.error, probe.ended = error, time.monotonic()
+    return probe
+
+
+@pytest.mark.parametrize("code", ["MOVED 3999 127.0.0.1:6381", "ASK 3999 127.0.0.1:6381", "TRYAGAIN later"])
+def test_block_on_another_node_is_no_failure_of_a_node(code: str) -> None:
+    """It is a reason to read the map again. For a single server it is a failure."""
+    node, single = peer_of(EpochHistory()), peer_of(None)
+    for number in range(1, 6):
+        error = ServerError(code)
+        assert node.note(ended_probe(error)) == set()
+        assert (node.num_troubles, node.last_error) == (number, error)
+        assert single.note(ended_probe(error)) == ({PROBE, READ, WRITE} if number == 3 else set())
+    assert not node.breakers.is_any_open
+    assert single.num_troubles == 0
+
+
+def test_troubles_of_a_node_are_failures_and_blocks_on_another_node() -> None:
+    node = peer_of(EpochHistory())
+    node.note(ended_probe())
+    node.note(ended_probe(CacheResetError()))
+    node.note(ended_probe(refused=ServerError("OOM command not allowed")))
+    assert node.num_troubles == 0
+    node.note(ended_probe(refused=ServerError("MOVED 3999 127.0.0.1:6381")))
+    assert node.num_troubles == 1
+    for number in range(1, 4):
+        opened = node.note(ended_probe(ServerError("LOADING")))
+        assert opened == ({PROBE, READ, WRITE} if number == 3 else set())
+        assert node.num_troubles == 1 + number
+    node.note(ended_probe(refused=ServerError("MOVED 3999 127.0.0.1:6381")))
+    assert node.breakers.server.is_open, "only a handshake closes it"
 
 
 # ---- silence
