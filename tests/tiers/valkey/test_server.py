@@ -428,6 +428,42 @@ def test_writes_to_a_full_server_are_dropped(
         assert client.write(500) == [500]
 
 
+def test_blocks_of_a_full_server_are_served_to_new_machines(
+    tmp_path: Path, make: Callable[..., Client]
+) -> None:
+    with running(tmp_path, "--maxmemory-policy", "noeviction") as server:
+        make(server).write(*GROUP)
+        server.execute("CONFIG", "SET", "maxmemory", "100kb")
+        client = make(server)
+        assert client.read(*GROUP) == client.probe(*GROUP) == GROUP
+        assert client.write(9) == []
+        with pytest.raises(UnavailableError, match="OOM"):
+            make(server, namespace="new")
+        client.tier.clear()
+        assert client.presence(1) == [False]
+        while client.tier.peer.handshake is not None:
+            assert not client.tier.drain(0.01), "a full server cannot confirm a reset"
+        server.execute("CONFIG", "SET", "maxmemory", "0")
+        client.reconnect()
+        assert client.tier.drain(PATIENCE_S)
+        assert client.probe(*GROUP) == []
+
+
+@pytest.mark.parametrize("code", ["OOM", "MISCONF", "READONLY", "LOADING"])
+def test_handshake_with_a_server_that_refuses_writes(
+    proxy: FaultProxy, make: Callable[..., Client], code: str
+) -> None:
+    """A replica is not used, because it may not have the last reset."""
+    make(proxy).write(*GROUP)
+    error = b"-%b the server refuses\r\n" % code.encode()
+    proxy.set(replies=lambda replies: [error if reply == b"$-1\r\n" else reply for reply in replies])
+    if code in ("OOM", "MISCONF"):
+        assert make(proxy).read(*GROUP) == GROUP
+    else:
+        with pytest.raises(UnavailableError, match=code):
+            make(proxy)
+
+
 @pytest.mark.parametrize(("policy", "ttl"), [("volatile-lru", 3600.0), ("allkeys-lru", None)])
 def test_server_that_evicts(
     tmp_path: Path, make: Callable[..., Client], policy: str, ttl: float | None

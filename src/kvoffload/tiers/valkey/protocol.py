@@ -28,7 +28,7 @@ from kvoffload.tiers.shared.identity import (
     head_bytes,
     rest_names,
 )
-from kvoffload.tiers.shared.remote_errors import CacheResetError, ProtocolError, ServerError
+from kvoffload.tiers.shared.remote_errors import FULL, CacheResetError, ProtocolError, ServerError
 from kvoffload.tiers.shared.remote_tier import RemoteTier
 from kvoffload.tiers.shared.server import RemoteOptions, Server
 from kvoffload.tiers.valkey.persistence import ask_persistence
@@ -37,6 +37,10 @@ from kvoffload.tiers.valkey.resp import MOST_AT_ONCE, Block, Connection, command
 WINDOW_BYTES = 4 << 20
 """Bytes of blocks in a window. A read requests the next window before it receives the present window. The
 blocks of a window are verified while they are in the CPU's cache."""
+_READ_ONLY = {FULL, "MISCONF"}
+"""Codes of servers that refuse writes, but serve blocks. `MISCONF`: the server cannot save to its disk.
+
+Not `READONLY`: a replica may not have the last reset."""
 _ABOUT_S = b"2592000"
 """Time to live of a producer's text: 30 days. Each handshake stores the text again."""
 
@@ -86,7 +90,7 @@ class Resp:
         if exchange.about:
             commands.append(command(b"SET", about_name(first), exchange.about, b"EX", _ABOUT_S))
         connection.send([b"".join(commands), _rights_commands(first)], deadline)
-        epochs = [_read_epoch(connection, deadline) for _ in exchange.epoch_keys]
+        epochs = [_read_epoch(connection, exchange) for _ in exchange.epoch_keys]
         if exchange.about:
             connection.reply(deadline)  # an error is ignored: only `inspect` reads the text
         _check_rights(connection, deadline)
@@ -315,13 +319,16 @@ def _commands(verb: bytes, *names: list[bytes]) -> list[bytes]:
     return [form % row for row in zip(*names, strict=True)]
 
 
-def _read_epoch(connection: Connection, deadline: float) -> int | ServerError:
+def _read_epoch(connection: Connection, exchange: Handshake) -> int | ServerError:
     """Read the replies to SET and GET of an epoch key; returns the epoch.
 
     If another node has the key, returns the error. Raises: other errors; `ProtocolError` for an invalid
     epoch.
     """
-    replies = [connection.reply(deadline) for _ in ("SET", "GET")]
+    replies = [connection.reply(exchange.deadline) for _ in ("SET", "GET")]
+    is_read_only = isinstance(replies[0], ServerError) and replies[0].code in _READ_ONLY
+    if is_read_only and not exchange.is_reset and (number := epoch_number(replies[1])) is not None:
+        return number
     for reply in replies:
         if isinstance(reply, ServerError):
             if not reply.is_elsewhere:
