@@ -49,7 +49,8 @@ class LiveSettings:
     """Applies the settings of a file to a manager, when the file appears and whenever it changes.
 
     Another thread prepares a new policy, because its kernels may have to be compiled. If settings are wrong,
-    an error is logged and nothing changes.
+    an error is logged and nothing changes. If a policy cannot be prepared, the old policy stays; quotas and
+    size of the same file apply.
 
     Args:
         path: the file. It need not exist.
