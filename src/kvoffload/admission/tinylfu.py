@@ -17,21 +17,18 @@ THRESHOLD = 2
 class TinyLFUAdmission(Admission):
     """Admits a block that two requests have referred to recently.
 
-    The request that stores the block counts as one of the two. "Recently" means within the last ``10 *
-    capacity_blocks`` references, because counts age (`structures.sketch`). Memory grows with the cache; the
-    table of ``reuse:N`` has a fixed size.
+    The request that stores the block counts as one of the two. "Recently" means within about the last ``10 *
+    capacity_blocks`` references, because the sketch regularly halves its counts.
 
-    The first `capacity_blocks` blocks are admitted without a check, because they need no victim. So a cache
-    that holds all its traffic rejects no block, and a large cache fills at once.
+    The first `capacity_blocks` offered blocks are admitted without a check, because they need no victim.
 
-    Differs from the paper, where a block enters if it is more frequent than its victim. This rule works with
-    every policy, so it does not know the victim. The policy ``wtinylfu`` is the paper's algorithm.
-
-    A hash collision can only admit a block too early. While counts are being halved, `admit` may accept a
-    block and refuse its parent. The block does not enter without its parent, because `leading` cuts the run
-    of blocks at the refused parent.
+    A hash collision can only admit a block too early. `admit` may accept a block and refuse its parent, but
+    `leading` then leaves out the block, too.
 
     Cost: one CPU cache miss per key. Memory: 64 bits per block of the cache, and no keys.
+
+    Differs from the paper, where a block enters if it is more frequent than its victim. This rule does not
+    know the victim. The policy ``wtinylfu`` is the paper's algorithm.
 
     Source: Einziger, Friedman and Manes, "TinyLFU: A Highly Efficient Cache Admission Policy", ACM
     Transactions on Storage 13(4), 2017.

@@ -25,8 +25,8 @@ offered blocks and the budget earned, which decay to 1/e within a hundred thousa
 WARM_UP = 5_000
 """References to count before any block is admitted. With fewer, the first prices waste the budget."""
 _DOUBT = 2.0
-"""Number of fictitious blocks without a further use. They are added to the observed blocks of each count of
-requests, so that a few observations do not raise the expected uses much."""
+"""Number of fictitious blocks without a further use. They are added to the observed blocks with 1, 2, 3, ...
+requests each, and keep the expected uses low while few blocks were observed."""
 _RESERVE = 0.1
 """Share of the recently earned budget that is reserved for blocks above the price."""
 
@@ -34,16 +34,13 @@ _RESERVE = 0.1
 class WorthAdmission(Admission):
     """Admits the blocks with the most expected uses that the tier's write budget can pay.
 
-    The rule learns how many further uses to expect of a block after 1, 2, 3, ... requests. A use that the
-    cache in front serves does not count, because it does not reach the tier. The *price* is a threshold of
-    expected uses. It follows from the blocks that were recently offered and the budget that was recently
-    earned:
+    For blocks with 1, 2, 3, ... requests so far, the rule learns the *expected uses*: the mean number of
+    further requests that no tier in front can serve. The *price* is a threshold of expected uses. The rule
+    computes the price from the recently offered blocks and the recently earned budget:
 
-    - Blocks above the price enter. The budget can pay for all of them.
-    - Blocks exactly at the price enter only while more than a reserve of the budget is left. The budget
-      cannot pay for all of them.
-
-    So the budget is spent evenly on the best blocks, and users configure no threshold.
+    - Blocks above the price enter while any budget is left. The budget can pay for all of them.
+    - Blocks exactly at the price enter while the remaining budget exceeds a reserve. The budget can pay for
+      only some of them.
 
     More requests never reduce the expected uses, and a parent has at least as many requests as its child. So
     the parent of an admitted block is admitted.
@@ -84,8 +81,8 @@ class WorthAdmission(Admission):
         self._references = self._price_at = 0
         self._has_budget = False
         self._least = self._full_price = 1
-        """Number of requests that a block needs to enter: `_least` while more than the reserve is left,
-        otherwise `_full_price`."""
+        """Number of requests that a block needs to enter. `_least` applies while the remaining budget exceeds
+        the reserve, `_full_price` at other times."""
 
     @classmethod
     def for_cache(cls, key_bytes: int, capacity_blocks: int) -> WorthAdmission:
