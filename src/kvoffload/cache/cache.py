@@ -27,9 +27,9 @@ class KVCache:
 
     Every load verifies the blocks. A damaged block is a miss. Blocks are written to the tiers in the
     background. A later cache on the same disk finds the blocks of earlier caches. With shared RAM
-    (``ram="64GiB,shared=node"``) all processes of the pool load, store and evict the pool's blocks.
+    (``ram="64GiB,shared=node"``) several processes load, store and evict the same blocks.
 
-    Thread: any number. The cache's own thread makes all decisions. Use the cache as a context manager, or
+    Thread: any; the cache's own thread makes all decisions. Use the cache as a context manager, or
     call `close`. Without `close` the process loses the blocks that no tier has written yet.
     """
 
@@ -88,21 +88,18 @@ class KVCache:
         return await self._owner.run_async(self._jobs.flush(limit), limit)
 
     def reset(self, timeout_s: float = _FLUSH_S) -> bool:
-        """Forget every block in RAM and in the tiers, for all machines.
-
-        Call this method after a change of the weights.
+        """Forget every block in RAM and in the tiers, after a change of the weights.
 
         After the call this process finds none of the blocks. Requests that began before the reset store no
         more blocks, because their KV may come from the old weights.
 
         Returns False if a tier has not confirmed the reset within `timeout_s` seconds. Then call `reset`
-        again. Until a call returns True, other machines may find old blocks, and so may this machine after a
-        crash.
+        again. Until a call returns True, other machines may find old blocks in shared tiers, and so may this
+        machine after a crash.
 
-        With shared RAM the call empties the pool, for all processes, and the tiers of this process. But other
-        processes may afterwards store blocks of the old weights, or load such blocks from their own tiers. So
-        with shared RAM do not call `reset`, but open a cache with a new `model` for new weights. With shared
-        RAM, the call also returns False if a stopped process holds the pool's lock.
+        With shared RAM do not call `reset`, but open a cache with a new `model` for new weights: after a
+        reset, other processes may still store blocks of the old weights, or load them from their own tiers.
+        With shared RAM, the call also returns False if a stopped process holds the lock of RAM.
         """
         limit = _limit("timeout_s", timeout_s)
         return self._owner.run(self._jobs.reset(limit), limit)

@@ -43,8 +43,8 @@ _COPY_THREADS = 2
 _UPDATE_PAUSE_S = 0.1
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.005
 _LONGEST_DRAIN_PAUSE_S = 0.1
-"""Longest pause in which a reset waits before it drains the tiers again. Each attempt also retries to clear
-the tiers whose clearing failed."""
+"""Longest pause of a reset between two calls of `drain`. Each call also retries the tiers that failed to
+forget their blocks."""
 
 
 class CacheStats(NamedTuple):
@@ -122,9 +122,9 @@ class Jobs:
     ) -> int:
         """Load the leading blocks of `keys`, except the first `first` blocks, into the engine's blocks `ids`.
 
-        Returns the number of leading blocks that are present, including the `first` skipped blocks. A damaged
-        block is looked up again, because a tier may have a copy. If no tier has a copy, the prefix ends
-        before the damaged block.
+        Returns the number of leading blocks that are present, including the `first` skipped blocks. If a
+        block in RAM is damaged, the load looks for a copy in the tiers. Without a sound copy, the prefix ends
+        before this block.
         """
         async with work.turn:
             ctx = self._begun(work, keys)
@@ -225,8 +225,7 @@ class Jobs:
         return not (isinstance(ram, NodeManager) and ram.has_deferred_reset)
 
     async def observe(self, observer: Observer) -> None:
-        """Report to `observer` now, then ten times a second while tiers have jobs, and once after the last
-        job."""
+        """Call `observer.update` now, ten times a second while tiers have jobs, and after the last job."""
         self._observer = observer
         observer.update()
 
@@ -241,7 +240,7 @@ class Jobs:
         )
 
     async def close(self, limit: Limit) -> None:
-        """End the running jobs, flush, and close the tiers and the pool."""
+        """Wait for the running jobs, flush, and close the tiers and RAM."""
         jobs = asyncio.all_tasks() - {asyncio.current_task(), self._polling}
         if jobs:
             await asyncio.wait(jobs)

@@ -51,7 +51,7 @@ def open(
         layout: the layout of the engine's tensors.
         ram: size of RAM: ``8GiB``, or a number of bytes. For a pool that processes share:
             ``8GiB,shared=node`` or ``{"size": "8GiB", "shared": "node"}``. All processes of this user on this
-            machine share the pool if their `model`, `layout`, `ram` and `policy` are equal
+            machine share the pool if their `model`, `layout`, `policy` and size of RAM are equal
             (docs/node-pool.md). For the suboptions ``keep`` and ``share`` see `RamOptions`.
         tiers: from the fastest to the slowest: ``["disk:/nvme/kv:200GiB", "valkey://cache:6379/team-a"]``.
         policy, admission: policy and admission rule of RAM, as for `OffloadingManager`.
@@ -159,7 +159,7 @@ def _own_memory(ram: object, num_blocks: int, block_bytes: int) -> MemoryTier:
 def _join(
     close_ram: ExitStack, pool: PoolDirectory, share_blocks: int, *arguments: Any, **keywords: Any
 ) -> NodeManager:
-    """Create the manager of shared RAM, and add the manager's `close` to `close_ram`."""
+    """Create the manager of shared RAM. `close_ram` will close the manager."""
     manager = NodeManager(*arguments, directory=pool, share_blocks=share_blocks, **keywords)
     close_ram.callback(manager.close)
     return manager

@@ -174,10 +174,10 @@ class Owner:
 
 
 class _Ended(Generic[T]):
-    """The end of a job, for a waiting thread.
+    """Notifies a waiting thread of the end of its job.
 
-    Unlike with a `Future`, a waiting thread holds no lock that `put` needs. So a signal handler that
-    interrupts the waiting thread may itself wait for another job.
+    Differs from a `Future`: `put` needs no lock that a waiting thread holds. So a signal handler that
+    interrupts a waiting thread may run another job and wait for it.
     """
 
     def __init__(self) -> None:
@@ -193,8 +193,8 @@ class _Ended(Generic[T]):
     def claim(self) -> bool:
         """Return True at the first call only.
 
-        The owner calls this before it begins the job, and an interrupted caller before it drops the job. Only
-        the caller that gets True goes on.
+        The owner calls `claim` before it begins the job, an interrupted caller before it drops the job. If
+        the result is False, they do not: so a job either runs or is dropped.
         """
         return self._first_claim.acquire(blocking=False)
 

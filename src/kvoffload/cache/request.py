@@ -60,8 +60,8 @@ class KVRequest:
     ) -> int:
         """Load the longest known prefix into the engine's tensors; return the number of tokens present.
 
-        Returns at most `num_tokens - 1`, because the engine must compute the last token for its logits. If
-        the last block is full, the whole block is loaded nevertheless.
+        If the request has token ids, returns at most `num_tokens - 1`, because the engine must compute the
+        last token for its logits. A full last block is loaded completely nevertheless.
 
         Args:
             kv: the tensors of `KVLayout`.
@@ -94,8 +94,8 @@ class KVRequest:
     def extend(self, token_ids: Tokens) -> None:
         """Append generated tokens. If the request was created with `keys`, append further keys instead.
 
-        The policies learn of the appended blocks from the next `store_from` or `load_into`, not from
-        `finish`: a block that is neither stored nor loaded was not used.
+        The policies learn of the appended blocks at the next `store_from` or `load_into`. If the request has
+        loaded or stored blocks before, `finish` alone does not report the appended blocks.
         """
         before = self._chain.num_tokens
         self._chain.extend(token_ids)
@@ -118,9 +118,9 @@ class KVRequest:
 
         Args:
             kv, block_ids, row, start: as for `load_into`.
-            num_tokens: number of leading tokens whose KV is computed. Default before `extend`: all tokens of
-                the prompt. Default after `extend`: all tokens except the last, because engines compute a
-                sampled token's KV in the next step.
+            num_tokens: number of leading tokens whose KV is computed. Default: all tokens. But after `extend`
+                with token ids, the default leaves out the last token, because engines compute the KV of a
+                sampled token in the next step.
 
         Raises: as `load_into`.
         """
