@@ -110,7 +110,7 @@ def _new_keys(repeat: int, count: int) -> Keys:
 
 @contextlib.contextmanager
 def _temporary_directory(directory: Path) -> Iterator[Path]:
-    """Yield the path of a new directory for the caller to create below `directory`. Delete it at the end."""
+    """Yield a path below `directory` at which the caller can create a directory. Delete it at the end."""
     try:
         temporary = Path(tempfile.mkdtemp(prefix="kvoffload-calibrate-", dir=directory))
     except OSError as error:

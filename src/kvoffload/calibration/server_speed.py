@@ -80,7 +80,7 @@ class Server:
         return Answer(times[0] - start, further_s)
 
     def _token_events(self, body: dict[str, Any]) -> Iterator[None]:
-        """Yield None for each event of the streamed answer that has ``choices``, when the event arrives."""
+        """Send a request; yield None at the arrival of each streamed event that has ``choices``."""
         with self._refused():
             for line in self._http.lines("/v1/completions", body):
                 data = line.strip().removeprefix(b"data:").strip()
@@ -114,8 +114,9 @@ class ServerTimes:
     def speeds(self, step_tokens: int) -> dict[str, Quantity]:
         """Return `step_s`, `prefill_s_per_token`, `prefill_s_per_token_squared` and `decode_tokens_per_s`.
 
-        The value of a quantity is fitted to all rounds together. Its p10 and p90 are percentiles of the fits
-        to single rounds. A step computes at most `step_tokens` tokens.
+        A prefill quantity is fitted to all rounds together; its p10 and p90 are percentiles of the fits to
+        single rounds. `decode_tokens_per_s` is the median over all answers. A step of the server computes at
+        most `step_tokens` tokens.
 
         Raises:
             ConfigError: the time to the first token does not grow with the prompt's length, so a fit would

@@ -36,8 +36,8 @@ class CanaryOptions:
         concurrency: largest number of concurrent requests, in the phases that send requests concurrently.
         may_reset: True to empty the device's cache with ``POST /reset_prefix_cache``. False to empty it by
             filler prompts.
-        device_tokens: size of the device's KV cache in tokens; None to ask the server. The filler prompts
-            have more tokens.
+        device_tokens: size of the device's KV cache in tokens; None to ask the server. Determines the number
+            of filler prompts.
         filler_tokens: length of a filler prompt, in tokens.
     """
 

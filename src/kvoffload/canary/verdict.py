@@ -1,7 +1,7 @@
 """Verdict of a canary run: compares the differences of answers from the caches with the engine's noise.
 
-Noise is the differences between *sound* answers to the same prompt. Sound answers are computed, or come from
-the device's cache and raised no alarm."""
+Noise is the differences between *sound* answers to the same prompt. Computed answers are sound. Answers from
+the device's cache are sound if they raise no alarm."""
 
 from __future__ import annotations
 
@@ -11,23 +11,20 @@ from dataclasses import dataclass
 from enum import Enum
 
 NOISE_FACTOR = 4.0
-"""A difference is an alarm if it exceeds this multiple of the noise: of the largest difference between sound
-answers."""
+"""A difference is an alarm if it exceeds this multiple of the largest difference between sound answers."""
 LEAST_ALARM = 0.02
-"""Smallest threshold of an alarm, in log-probability. If the noise of a run is 0, it may still be larger in
-the next run."""
+"""Smallest threshold of an alarm, in log-probability, because the measured noise may be 0 by chance."""
 LEAST_DEVICE_ALARM = 0.5
-"""Smallest threshold, in log-probability, if no sound answer was rounded in the same way as the answers from
-the cache."""
+"""Smallest threshold, in log-probability, if `rounds_alike` is False (`judge`)."""
 _LEAST_SHIFT, _SURE = 0.01, 1 - 1e-6
 
 
 class Verdict(str, Enum):
     """Result of a run.
 
-    - EQUAL: the tokens of all answers are equal, and no difference exceeds the noise.
-    - WITHIN_NOISE: some token or log-probability differs, but not more than between sound answers.
-    - DIFFERENT: an answer from a cache differs by more than the noise.
+    - EQUAL: answers from caches have the tokens of computed answers, and no difference exceeds the noise.
+    - WITHIN_NOISE: some tokens differ or a difference exceeds the noise, but there is no alarm.
+    - DIFFERENT: the answers from the tiers or from the device's cache raise an alarm (`Judgement.is_alarm`).
     - NOT_SHOWN: the server reports no hits in its tiers, so nothing is known about the tiers.
     """
 
@@ -42,14 +39,13 @@ class Judgement:
     """Judgement of answers from a cache: their differences from the reference are compared with the noise.
 
     Attributes:
-        is_alarm: True if a difference exceeds `threshold`, or if most answers have a small shift. A shift is
-            an alarm if `rounds_alike` is True, at least half of the differences exceed all noise, and
-            `confidence` is almost 1.
+        is_alarm: True if a difference exceeds `threshold`. Also True for a *shift*, as by one wrong layer: at
+            least half of the differences exceed both `noise` and 0.01, `confidence` is almost 1, and
+            `rounds_alike` is True.
         threshold: limit of a difference, in log-probability.
         noise: largest difference between sound answers, in log-probability.
         largest: largest difference of an answer from the cache, in log-probability.
-        confidence: 1 minus the probability that as many differences of cached answers exceed all noise by
-            chance. It is 0 if none exceeds all noise.
+        confidence: 1 minus the p-value of the differences that exceed `noise`; 0 if there are none.
     """
 
     is_alarm: bool
@@ -78,10 +74,11 @@ def judge(noise: Sequence[float], measured: Sequence[float], *, rounds_alike: bo
 
 
 def _confidence(noise: Sequence[float], measured: Sequence[float]) -> float:
-    """Return 1 minus the probability that the k largest differences are all in `measured` by chance.
+    """Return 1 minus the p-value of the differences in `measured` that exceed all `noise`.
 
-    k is the number of measured differences that exceed all noise. Returns 0 if k is 0 or if `noise` is empty.
-    Source: exact permutation test.
+    The p-value is exact: if the values of both lists were mixed at random, it is the probability that the k
+    largest values are all in `measured`, where k is the number of these differences. Returns 0 if k is 0 or
+    `noise` is empty. Source: permutation test.
     """
     loudest = max(noise, default=0.0)
     above = sum(size > loudest for size in measured)

@@ -28,9 +28,10 @@ class Verdict(Enum):
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """Predicted totals of a server. A field has the meaning of the field in `Served`.
+    """Predicted totals of a server, for comparison with `Served`.
 
-    A field is None if the replay does not predict the quantity.
+    Fields that `Served` also has are described there. `instances` is the number of engines. A field is None
+    if the replay does not predict the quantity.
     """
 
     requests: int
