@@ -44,7 +44,7 @@ class Difference:
 def result_of(
     call: Call, words: list[int], manager: OffloadingManager, plan: LoadPlan | StorePlan | None
 ) -> dict[str, Any]:
-    """Convert the words of a result to named values. `plan`: the plan that the replayed call returned."""
+    """Convert the words of a result to named values. `plan`: the plan of the replayed call, if any."""
     if call is Call.LOOKUP and words:
         is_pending, ready = words[0] < 0, max(words[0], ~words[0])
         return {"num_ready": ready, "stopped_by_pending": is_pending}

@@ -1,7 +1,6 @@
 """Encodes and decodes the hints and quotas of a recording. Hashes replace the users' texts.
 
-Equal hints share a number. The text of a number is recorded once. When hints get new numbers, their texts are
-recorded again.
+Equal hints share a number. The text of the hints is recorded before the first use of the number.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from kvoffload.core.tenants import OTHER, Quota
 
 _REASONS = frozenset(("", "stop", "length", "abort", "tool_calls", "error", "repetition", "content_filter"))
 MOST_HINTS = 4096
-"""Largest number of hints that have a number at the same time. At this limit all numbers are dropped, and
-later records use new numbers."""
+"""Largest number of hints that have a number at the same time. The next new hints drop all these numbers;
+later records assign new numbers."""
 
 
 class HintNumbers:
     """Assigns numbers to hints, from 1. Tenants and unusual finish reasons become salted hashes.
 
     A replay of the hashes makes the same decisions, because the manager only compares these texts for
-    equality. The salt is not stored. After `MOST_HINTS` different hints, all hints get new numbers.
+    equality. The salt is not stored.
     """
 
     def __init__(self) -> None:

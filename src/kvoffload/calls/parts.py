@@ -128,10 +128,10 @@ class Parts:
         self._write(self._frames.calls(words))
 
     def rotate_if_due(self) -> None:
-        """Continue in a new part if the current part is large enough. Call this method between two records.
+        """Begin a new part if the current part is large enough. Call this method between two records.
 
-        If a cut has ended, also copies the state that the cut has written to the beginning of the current
-        part.
+        While a cut runs, begins no part. Once the cut has ended, inserts the cut's state at the beginning of
+        the current part.
         """
         if self.ended is not None:
             return

@@ -39,7 +39,7 @@ class Record(NamedTuple):
         flags: sum of `ADMITTED` and `FAILED`, or 0.
         subject: number of the request. For a call that ends a plan: number of the plan.
         new_keys: keys that this call appends to the request's path, packed.
-        runs: positions on the request's path of the blocks of this call, as start and length of each run.
+        runs: the call's blocks, as runs of positions on the request's path: start and length of each run.
         further: further words: arguments and results, see the module.
         time_ns: time at which the record's last frame was written, nanoseconds since 1970.
         num_words: length of the record.

@@ -20,7 +20,7 @@ from kvoffload.core.log import Log
 from kvoffload.errors import MisuseError
 
 POLL_S, FLUSH_S, CLOSING_S = 0.05, 1.0, 5.0
-"""Times in seconds. `POLL_S`: pause of the thread between two looks at the ring. `FLUSH_S`: longest time
+"""Times in seconds. `POLL_S`: pause of the thread before it checks the ring again. `FLUSH_S`: longest time
 until a call is written. `CLOSING_S`: longest wait of `close`."""
 FRAME_WORDS = 1 << 18
 """Number of words in the largest frame, 1 MiB before compression. The thread writes a full frame at once,
@@ -119,10 +119,9 @@ class CallRecorder:
             self._log.is_open = 0
 
     def _take(self, log: Log, is_last: bool) -> None:
-        """Write the ring's records if there are `FRAME_WORDS` words, if `FLUSH_S` seconds have passed, or if
-        `is_last`.
+        """Write the ring's records if they fill a frame, if `FLUSH_S` seconds have passed, or if `is_last`.
 
-        If a record did not fit in the ring, the records are written and the recording ends.
+        If the ring had no room for a record, write all records and end the recording.
         """
         is_lost, head, now = not log.is_open, log.head, time.monotonic()
         is_due = head - log.tail >= FRAME_WORDS or now - self._last_write_s >= FLUSH_S

@@ -374,7 +374,7 @@ class CallReplay:
 
 
 class _Results(NamedTuple):
-    """The results of a call: `raised` and `expected` in the recording, `error` and `result` in the replay."""
+    """Exception and result of a call: `raised`, `expected` as recorded, `error`, `result` in the replay."""
 
     raised: str
     expected: list[int]
@@ -404,8 +404,8 @@ _CALLS: dict[Call, Callable[[CallReplay, Record, _Request, Keys], _Result | None
     Call.RESET: CallReplay._reset,
     **dict.fromkeys(_ENDS, CallReplay._end_plan),
 }
-"""Mapping: kind of a call -> function that replays the call. If the function returns None, the call returns
-nothing, and its recorded result is one 0."""
+"""Mapping: kind of a call -> function that replays the call. A function returns None for a call without a
+result; the recorded result of such a call is a single 0."""
 
 
 def _calls(records: Iterator[Record]) -> Iterator[tuple[Record, str]]:
