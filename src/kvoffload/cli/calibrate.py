@@ -47,10 +47,7 @@ class CalibrateOptions:
         )  # fmt: skip
 
     def rest(self) -> Machine | None:
-        """Return the machine of ``--rest-from``, which fills in the unknown quantities.
-
-        Raises `ConfigError`.
-        """
+        """Return the machine of ``--rest-from``, for unmeasured quantities. Raises `ConfigError`."""
         return None if self.rest_from is None else parse_class(self.rest_from)
 
     def check(self) -> None:
@@ -71,8 +68,9 @@ class CalibrateOptions:
 def command(options: CalibrateOptions) -> None:
     """Measure this machine: memory, GPU copies, a disk, and the speed of a server with prompts.
 
-    A quantity stays unknown if the machine lacks the part or if you do not ask for it. Run this command on an
-    idle machine. With --url, the API key is read from OPENAI_API_KEY.
+    Run this command on an idle machine. To measure a disk, give --disk; to measure a server, give --url. The
+    other quantities stay unknown, unless you give --rest-from. With --url, the API key is read from
+    OPENAI_API_KEY.
     """
     out = options.out
     machine = calibrate(options.calibration(), lambda line: _report(line, options.quiet))

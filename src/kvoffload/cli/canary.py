@@ -99,7 +99,8 @@ def canary(options: Options) -> None:
     """Check that an OpenAI-compatible server at URL gives the same answers from its caches as by computation.
 
     Compares three kinds of answers to each prompt: computed, from the device's cache, and from the tiers
-    behind the device. Differences of tokens and log-probabilities up to the engine's own noise are accepted.
+    behind the device. Computed answers to one prompt differ slightly, too. From these differences the check
+    computes a threshold; larger differences are an alarm (docs/canary.md).
     The requests have a cache_salt, so other requests do not use their blocks. The API key is read from
     OPENAI_API_KEY.
 

@@ -93,7 +93,7 @@ def verify(options: ReportOptions) -> None:
 @disk.command()
 @options_of(PathOptions)
 def compact(options: PathOptions) -> None:
-    """Write a fresh checkpoint into each slab of PATH and empty its log.
+    """Write a fresh checkpoint into each slab of PATH, and empty the log of the slab.
 
     Damaged entries of the journal are dropped. PATH must not be open in another process.
     """

@@ -86,8 +86,7 @@ def _warn_once(subject: str, sentence: str) -> None:
 
 
 def warn_of_windows(model: str) -> None:
-    """Warn once per command if a model has sliding windows: a GPU then holds more tokens than our calculation
-    says."""
+    """Warn once per command if a model has sliding windows: its GPUs then hold more tokens than computed."""
     count, num_layers = kv_bytes.sliding_layers(model)
     if count:
         _warn_once(
@@ -98,8 +97,9 @@ def warn_of_windows(model: str) -> None:
 
 
 def warn_of_copies(model: str, gpus: int, *, has_gpu_tokens: bool) -> None:
-    """Warn once per command if several GPUs of an engine store the same KV, so that they hold fewer tokens
-    than assumed.
+    """Warn once per command if several GPUs of an engine store the same KV.
+
+    Together the GPUs then hold fewer tokens than assumed.
 
     Args:
         gpus: number of GPUs of an engine.

@@ -96,7 +96,7 @@ def check_output(field: str, path: Path, *, force: bool) -> None:
 def writable(field: str, path: Path, mode: Literal["wb", "ab"] = "wb") -> Iterator[BinaryIO]:
     """Open the output file of option `field`.
 
-    Raises `ConfigError` for any failure of this file, also for a full disk. Other errors of the block pass.
+    Raises `ConfigError` if this file cannot be opened, written (for example on a full disk) or closed.
     """
     with written(field, path):
         raw = _OutputFile(field, path, mode)

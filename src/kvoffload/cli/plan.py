@@ -159,7 +159,7 @@ class PlanOptions(
         )  # fmt: skip
 
     def setups(self) -> Setups:
-        """Return the ways to use a purchase. Raises `ConfigError`."""
+        """Return the store modes, policies and admission rules to try. Raises `ConfigError`."""
         return Setups(
             axis("stores", self.stores), axis("policies", self.policies),
             axis("admissions", self.admissions), axis("ssd-policies", self.ssd_policies),

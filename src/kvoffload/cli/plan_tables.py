@@ -16,8 +16,8 @@ from kvoffload.plan.rows import PlanRow
 
 _WIDEST = 120
 _ROOMY, _NARROW = 110, 6
-"""`_ROOMY`: terminal width from which all columns of the table are shown. `_NARROW`: number of first columns
-that a narrower terminal shows before the last column."""
+"""A terminal of `_ROOMY` or more characters per line shows all columns of the table. A narrower terminal
+shows the first `_NARROW` columns (with cache servers one more) and the last column."""
 
 
 def tables(answer: PlanAnswer, width: int = _WIDEST) -> Iterator[RenderableType]:

@@ -55,9 +55,9 @@ class SimulateOptions(CacheOptions, ServerOptions):
 def simulate(options: SimulateOptions) -> None:
     """Replay TRACE in simulated time on a machine, once with offloading and once without.
 
-    TRACE, policies and sizes are as for `kvoffload replay`. In addition, concurrent requests compete for the
-    GPU, for copies and for disks, and have to wait. The time of a copy depends on the bytes of a token, so
-    give --model or --bytes-per-token. With --check the exit code is 1 if the server's numbers differ, and 3
+    TRACE, policies and sizes are as for `kvoffload replay`. Concurrent requests compete for the GPU, for
+    copies and for disks. The time of a copy depends on the bytes of a token, so give --model or
+    --bytes-per-token. With --check the exit code is 1 if the server's numbers differ, and 3
     if server and recording have different requests.
     """
     served = options.served()

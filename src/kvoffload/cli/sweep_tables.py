@@ -40,7 +40,7 @@ _Line = dict[str, _Cell]
 
 
 class _Several(NamedTuple):
-    """Flags: True for an axis with several values. The labels of lines name the values of these axes."""
+    """Flags: True for an axis with several values. The label of each line then names the line's value."""
 
     stores: bool
     tiers: bool

@@ -181,7 +181,7 @@ def _connected(
 ) -> list[tuple[Address, int | None, Connection]]:
     """Connect to each server; return (address, division, connection) for each.
 
-    With a cluster, the division is one of the server's divisions. Without a cluster it is None.
+    The division is the first division of blocks that a cluster assigns to the server; None without a cluster.
     """
     connect, until = options.connector(), time.monotonic() + _TIMEOUT_S
     nodes: dict[Address, int | None] = dict.fromkeys(server_url.nodes)

@@ -148,9 +148,9 @@ def watch(url: str, before: Reading, interval_s: float) -> None:
 
 @contextlib.contextmanager
 def _remembered_interrupts() -> Iterator[list[int]]:
-    """Yield a list to which each SIGINT is appended, in addition to the `KeyboardInterrupt`.
+    """Yield a list of the received SIGINTs; each SIGINT also raises `KeyboardInterrupt`.
 
-    The exception alone could be lost, because Python drops an exception that is raised in a finalizer.
+    The list is needed because Python drops a `KeyboardInterrupt` that is raised in a finalizer.
     """
     received: list[int] = []
 
@@ -238,8 +238,7 @@ def _engines(shown: list[EngineRates]) -> Table:
 
 
 def _short(engine: str) -> str:
-    """Return an engine's short name: without the owner of the model, and cut to 14 characters, which include
-    the engine's number."""
+    """Shorten an engine's name to 14 characters: drop the model's owner, and cut the model's name."""
     model, space, number = printable(engine).rpartition("/")[2].rpartition(" ")
     most = _MOST_NAME - len(space + number)
     return f"{model if len(model) <= most else model[: most - 1] + '~'}{space}{number}"

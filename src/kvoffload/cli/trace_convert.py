@@ -52,10 +52,7 @@ class ConvertOptions(QuietOptions):
         return KeptKeys() if self.keep_ids else Keys(None if self.salt is None else self.salt.encode())
 
     def completed(self, incomplete: IncompleteError) -> str:
-        """Return the user's command line completed by the missing options.
-
-        If a salt was given, it is replaced by ``TEXT``.
-        """
+        """Return the user's command line with the missing options added, and ``TEXT`` in place of a salt."""
         example = {option.flag: option.example for option in incomplete.missing}
         kind, out = self.kind, example.get("", str(self.out))
         if parameter := example.get("--from"):

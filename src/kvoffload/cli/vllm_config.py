@@ -149,7 +149,7 @@ def _warn_of_sizes(given: Mapping[str, Any]) -> None:
 def _is_default(name: str) -> bool:
     """Return True if the option's value comes from the ``--config`` file or the environment.
 
-    Returns False for the list of tiers, because the command has converted it to texts.
+    Returns False for ``tiers``: the printed flag needs the texts to which the command has converted them.
     """
     source = click.get_current_context().get_parameter_source(name)
     return source is ParameterSource.DEFAULT_MAP and name != "tiers"
