@@ -14,9 +14,9 @@ from kvoffload.structures.keys import Keys
 class Admission(ABC):
     """A rule that admits or refuses offered blocks. Every rule works with every policy.
 
-    One instance serves one manager, on the manager's thread. The manager counts each block of a request once:
-    it calls `count` when the request first touches or offers the block. Blocks that the request has neither
-    touched nor offered are counted when it finishes. It calls `admit` before a store.
+    One instance serves one manager, on the manager's thread. The manager calls `count` once for each block of
+    a request: when the request first touches or offers the block, or when the request finishes. The manager
+    calls `admit` before a store.
 
     Attributes:
         name: the name in options.
@@ -56,13 +56,10 @@ class Admission(ABC):
         """
 
     def refresh(self, keys: Keys) -> None:  # noqa: B027  (most rules have nothing to order)
-        """Reorder the remembered keys of a finished request.
+        """Reorder the remembered keys of a finished request: the head of the path becomes the most recent.
 
-        Called only if `count` received the path in parts.
-
-        `keys` is the whole path. A rule that forgets keys should forget the head of the path last. But if
-        `count` received the path in parts, the tail is more recent than the head. This call lets the rule
-        correct the order.
+        Called only if `count` received the path `keys` in parts. A rule that forgets old keys would then
+        forget the head of the path first, although a tail is useless without its head.
         """
 
     @abstractmethod
@@ -88,8 +85,8 @@ class Admission(ABC):
         Args:
             offered: the offered blocks that were absent.
             num_written: number of these blocks that the tier writes.
-            num_earned: number of blocks that the budget has allowed since the last call, at its mean rate.
-            budget_blocks: number of blocks that the budget allows in a day or, in a replay, in the whole
+            num_earned: number of blocks that the budget has allowed since the last call.
+            budget_blocks: number of blocks that the budget allows in a day; in a replay, in the whole
                 recording.
         """
 

@@ -1,8 +1,8 @@
 """The duplicates of a victim tier: resident blocks that the device also holds. Their slots are reused first.
 
-Owns a list of the slots of duplicates. The newest duplicate is at the head and is evicted first, because the
-device will keep the newest block longest, and RAM does not need it until then. Does not know policies: a
-policy does not order a duplicate until the device drops the block.
+Owns a list of the slots of duplicates. The newest duplicate is at the head and is evicted first: RAM needs a
+duplicate only when the device has dropped the block, and the device will drop the newest block last. Does not
+know policies: a policy does not order a duplicate until the device drops the block.
 """
 
 from __future__ import annotations

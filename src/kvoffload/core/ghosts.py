@@ -44,9 +44,10 @@ def pop_ghost(ghosts: KeyLists, new: Entering, row: int) -> bool:
 def prefetch_exchange(
     new: Entering, cache: Cache, lists: Lists, number: int, ghosts: KeyLists, ghost_number: int
 ) -> None:
-    """Prefetch the cache lines of the coldest blocks of a list and of the coldest ghosts, for a store.
+    """Prefetch the cache lines that a store will probably change. A wrong guess costs only time.
 
-    The store will probably evict these blocks and forget these ghosts. A wrong guess costs only time.
+    The store evicts the coldest blocks of list `number`, and forgets the coldest ghosts of list
+    `ghost_number`.
     """
     table, index_keys, ghost_keys = ghosts.index.table, cache.index.keys, ghosts.index.keys
     num_leaving = new.count - new.num_given

@@ -57,7 +57,7 @@ NO_HINTS = Hints()
 
 
 class Labels:
-    """Assigns numbers to the hints of requests. Number 0 means no hints.
+    """Assigns numbers to the hints of requests. Number 0 stands for no hints, or for hints without a number.
 
     Numbers are assigned in order of appearance. There are at most `NUM_LABELS`, because a policy learns each
     number separately. A number below `NUM_COARSE` stands for a combination of `finish_reason` and

@@ -19,7 +19,7 @@ from kvoffload.structures.structs import Struct
 class Call(IntEnum):
     """Kinds of records, stored in the first word. Kinds after `RESET` do not count as calls.
 
-    The text below a kind describes the further words of the record.
+    The text below a kind describes the kind, or the further words of its record.
     """
 
     EXTEND = 1
@@ -68,7 +68,7 @@ PREPARE_STORE, COMPLETE_STORE, KEEP = 12, 13, 14
 KIND_BITS = 8
 ADMITTED, FAILED = 1 << KIND_BITS, 2 << KIND_BITS
 """Flags in the word of the kind. `ADMITTED`: `prepare_store` was called with ``admitted=True``. `FAILED`: the
-call raised an exception before it changed anything but the path, so this is its only record."""
+call raised an exception before its kernel recorded a result; until then the call only extended the path."""
 
 KIND, SUBJECT, NUM_NEW, NUM_RUNS, NUM_MORE, HEADER = 0, 1, 2, 3, 4, 5
 """Words of a record's header, which has `HEADER` words. `KIND`: kind and flags. `SUBJECT`: number of the

@@ -65,11 +65,11 @@ class OffloadingManager:
 
     Life of a block: `prepare_store` assigns a slot, and `complete_store` makes the block readable.
     `prepare_load` pins the block for a read, and `complete_load` unpins it. A later store may evict the
-    block. `touch` or `finish_request` reports the blocks that a request used to the policy, each block once
+    block. `touch` and `finish_request` report to the policy which blocks a request has used, each block once
     per request.
 
     Methods take a batch of keys in prefix order, as a list of ``bytes`` or as `Keys`. Thread: the scheduler's
-    only; no call waits. Cost: for calls that serve a request, independent of the capacity.
+    only; no call waits. The cost of calls that serve a request does not depend on the capacity.
 
     Args:
         capacity_blocks: number of slots.
@@ -78,8 +78,8 @@ class OffloadingManager:
             ``module:Class``, or a subclass of `EvictionPolicy`.
         admission: the admission rule: ``all``, ``reuse:2``, ..., or an `Admission`.
         store: time at which the engine offers blocks. ``on-compute``: as soon as the device has computed
-            them. The tier then holds the device's blocks and more. ``on-device-eviction``: when the device
-            drops them. The tier is then a *victim* tier, for blocks that the device no longer holds.
+            them. ``on-device-eviction``: when the device drops them. The tier is then a *victim* tier, for
+            blocks that the device no longer holds.
         enable_events: True to record events for `take_events`.
         medium: name of this tier in events.
         block_size: tokens in a block, for events.
@@ -93,7 +93,7 @@ class OffloadingManager:
         store_mode: the object of the argument `store`; it calls policies and admission rules in Python.
         queue: the waiting requests.
         policy_may_refuse: True if the policy may refuse new blocks.
-        refuses_unasked: False if a policy may refuse blocks only if the user has set its `write_cost`.
+        refuses_unasked: True if policies are allowed to refuse blocks without a `write_cost` from the user.
         miss_counts: number of blocks that `count_misses` has counted, by code of `miss_record`.
 
     Raises:
@@ -304,15 +304,12 @@ class OffloadingManager:
         return _RESULTS[state]
 
     def count_misses(self, ctx: RequestContext, start: int, keys: Sequence[bytes] | None = None) -> int:
-        """Count the blocks that a request must compute, by the reason of the miss.
+        """Count the blocks that a request must compute, by the reason of the miss (`stats().misses`).
 
-        `stats` reports the counts as `misses`.
-
-        Call this method when a request stops waiting for blocks. The reason of an absent block is the block's
-        last recorded event, such as ``evicted``. A block without an event counts as ``never_seen``, or as
-        ``unknown`` if the record may have dropped the event. Without `explain_misses` every absent block
-        counts as ``unknown``. Leading blocks that can be loaded are not counted. Does not affect the eviction
-        order.
+        Call this method when a request stops waiting for blocks. Leading blocks that can be loaded are not
+        counted. The reason of an absent block is the block's last recorded event, such as ``evicted``. A
+        block without an event counts as ``never_seen``, or as ``unknown`` if the record may have dropped the
+        event. Without `explain_misses` every absent block counts as ``unknown``.
 
         Args:
             ctx: the request.
@@ -410,10 +407,10 @@ class OffloadingManager:
         """Choose the offered blocks to store, assign slots to them, and evict other blocks if there are too
         few free slots.
 
-        Blocks that are resident or in flight are skipped. Of the missing blocks, the plan contains the
-        leading blocks up to the first block that the admission rule refuses or that has no room. In a victim
-        tier the rule decides on each block separately. Blocks of this request are not evicted. The new blocks
-        are in flight until `complete_store`.
+        Blocks that are resident or in flight are skipped. The plan contains the missing blocks before the
+        first block that the admission rule or the policy refuses or that has no room. In a victim tier, rule
+        and policy decide on each block separately. Blocks of this request are not evicted. The new blocks are
+        in flight until `complete_store`.
 
         Args:
             keys: the offered blocks, in prefix order.
@@ -492,11 +489,11 @@ class OffloadingManager:
 
         Rules for a store; the policy chooses among the permitted victims:
 
-        - Blocks of another tenant can be victims only if that tenant keeps its minimum whatever victims the
-          policy chooses.
-        - A tenant below its minimum evicts blocks of other tenants first. The policy must accept all its new
-          blocks.
-        - A tenant at its maximum evicts only its own blocks, even while slots are free.
+        - Blocks of another tenant are permitted victims if every choice of the policy leaves that tenant its
+          minimum.
+        - While a tenant is below its minimum, its stores evict blocks of other tenants first, and the policy
+          must accept all its new blocks.
+        - While a tenant is at its maximum, its stores evict only its own blocks, even while slots are free.
 
         Args:
             quotas: mapping: name of a tenant -> quota. The sum of the minimums must not exceed the number of
@@ -515,12 +512,11 @@ class OffloadingManager:
         self._tenants.write(tenants)
 
     def disown(self) -> None:
-        """Remove the owner of all blocks.
+        """Remove the owner of all blocks, after the first `set_tenants`.
 
-        Needed if the blocks come from an earlier run, because then their tenants are unknown.
-
-        Stores evict blocks without an owner first. The next tenant that loads a block without an owner
-        becomes its owner (`set_tenant`). Call this method after the first `set_tenants`. Cost: O(blocks).
+        Needed if the blocks come from an earlier run, because then their tenants are unknown. Stores evict
+        blocks without an owner first. The first tenant that loads a block without an owner becomes the
+        block's owner. Cost: O(blocks).
         """
         tenants, nobody = self._state.tenants, self._tenants.nobody()
         tenants.owner[self.slots.filled()] = nobody
@@ -577,7 +573,7 @@ class OffloadingManager:
 
     @property
     def memory(self) -> Any:
-        """The memory of the manager's `Cache` struct, an argument of compiled kernels."""
+        """The manager's `Cache` struct, in the form in which compiled kernels accept it."""
         return self._cache
 
     @property
@@ -627,12 +623,10 @@ class OffloadingManager:
     def begin_policy_change(self, change: PolicyChange) -> None:
         """Begin to replace the policy. Nothing is evicted, and no block moves.
 
-        Calls of `advance_policy_change` add the blocks to the new policy, in the order of the old policy. The
-        old policy decides until the new policy has all blocks. Blocks that are used or stored during the
-        change are added last. If the old policy moves an unused block during the change, the block may be
-        added at its old or at its new place. The old policy's counts, ghosts and learnt parameters are lost.
-        If one of the two policies is in Python, `begin_policy_change` itself adds all blocks and completes
-        the change. A `reset` does not stop the change.
+        Calls of `advance_policy_change` add the blocks to the new policy, coldest first. Until the new policy
+        has all blocks, the old policy decides. Blocks that are used or stored during the change are added
+        last. The old policy's counts, ghosts and learnt parameters are lost. A `reset` does not stop the
+        change. If one of the two policies is in Python, `begin_policy_change` itself completes the change.
 
         Cost: O(1); O(blocks) if a policy is in Python. The first `advance_policy_change` costs O(blocks) if
         the old policy has neither `ordered_lists` nor `ordered_heap`.
@@ -660,9 +654,9 @@ class OffloadingManager:
         Call this method regularly while it returns True, for instance once a scheduler step.
 
         Args:
-            num_blocks: approximate number of blocks that this call adds to the new policy. Near the end of
-                the change, each call adds more blocks than requests have used since the previous call, so
-                that the change always ends. Cost: 1 us for each block.
+            num_blocks: approximate number of blocks that this call adds to the new policy. If requests use
+                blocks faster than the calls add them, later calls add more, so that the change ends. Cost:
+                1 us for each block.
         """
         change, num_blocks = self._change, check_integer("num_blocks", num_blocks, MAX_POSITIONS, 0)
         if change is not None and change.advance(self._state, num_blocks):
@@ -704,9 +698,9 @@ class OffloadingManager:
         Call this method regularly while it returns True, for instance once a scheduler step.
 
         Args:
-            num_blocks: largest number of blocks to evict in this call, and never more than `MOST_UNSEEN`
-                blocks. In addition, the call adds or removes up to 32 times this number of free slots. Cost:
-                1 us for each evicted block.
+            num_blocks: largest number of blocks to evict in this call; larger values than `MOST_UNSEEN` have
+                the effect of `MOST_UNSEEN`. In addition, the call adds or removes up to ``32 * num_blocks``
+                free slots. Cost: 1 us for each evicted block.
 
         Raises: `PolicyError`, as `prepare_store`.
         """
@@ -742,7 +736,7 @@ class OffloadingManager:
             self._events.add(StorePlan(ctx, memory, evicted, self._epoch).evicted, removed=True)
 
     def refuse_only_if_asked(self) -> None:
-        """From now on, let the policy refuse blocks only if the user has set its `write_cost`."""
+        """Set `refuses_unasked` to False: the policy refuses nothing unless the user has set `write_cost`."""
         self.refuses_unasked = False
         self.policy_may_refuse = self._may_refuse(self.policy)
 

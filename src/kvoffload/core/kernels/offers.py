@@ -50,10 +50,10 @@ def is_owed(cache: Cache) -> bool:
 
 @inline
 def is_cut(cache: Cache, path: Path, new: Entering, admitted: int) -> bool:
-    """Return True if an offer is refused: all its missing blocks come after a block that the policy refused.
+    """Return True if all missing blocks come after a block of the path that the policy has refused.
 
-    Returns False if the policy must accept all blocks. Also returns False if the refused block is present
-    now, because another request has stored it.
+    Without the refused block they are useless. Returns False if another request has stored the refused block
+    since, or if the policy must accept all blocks.
     """
     if admitted != 0 or path.cut == 0 or new.num_missing == 0 or is_owed(cache):
         return False

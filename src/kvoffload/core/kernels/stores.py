@@ -43,9 +43,9 @@ BY_POLICY, BY_ALL = 1, 2
 
 @inline
 def _collect_returning(cache: Cache, path: Path, new: Entering, kept: Entering) -> None:
-    """Move the offered blocks that the victim tier already holds to `kept`.
+    """Move the duplicates among the offered blocks to `kept`.
 
-    Writes the kept and stored blocks to ``path.used``, in the order of the offer, with their reuse flags.
+    Writes the kept and stored blocks to ``path.used``, in the order of the offer, with their reuse flags. But
     ``path.used`` is empty if the policy needs no report: no block was reused, and the blocks were either all
     kept or all stored.
     """

@@ -45,8 +45,8 @@ def give(cache: Cache, path: Path, new: Entering) -> None:
 def check_victims(cache: Cache, path: Path, new: Entering) -> int:
     """Return 0, or ``FIRST_WRONG - row`` for the first invalid victim.
 
-    A victim is invalid if its slot is protected (by a pin or by a quota), if the policy has named the slot
-    twice, or if the block is a duplicate. Afterwards the limits in ``cache.spares`` no longer apply.
+    A victim is invalid if the store may not evict it (`state.evictable`), if the policy has named the slot
+    twice, or if the block is a duplicate. Clears ``cache.spares``, because the store is decided.
     """
     ref_cnt, error, checked = cache.slots.ref_cnt, 0, new.count
     for i in range(new.num_free, new.count):
