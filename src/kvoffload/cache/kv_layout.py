@@ -106,7 +106,8 @@ class KVLayout:
 
         Args:
             kv: the tensors, as for `KVRequest.load_into`.
-            block_tokens: tokens of a block. Required for the axis ``batch``; default: size of ``token``.
+            block_tokens: tokens of a block. Required with the axis ``batch``. Without ``batch``, the default
+                is the size of the axis ``token``.
         """
         names = tuple(axes.split()) if isinstance(axes, str) else ()
         _check_axes(names)

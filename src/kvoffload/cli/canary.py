@@ -100,9 +100,8 @@ def canary(options: Options) -> None:
 
     Compares three kinds of answers to each prompt: computed, from the device's cache, and from the tiers
     behind the device. Computed answers to one prompt differ slightly, too. From these differences the check
-    computes a threshold; larger differences are an alarm (docs/canary.md).
-    The requests have a cache_salt, so other requests do not use their blocks. The API key is read from
-    OPENAI_API_KEY.
+    computes a threshold; larger differences are an alarm (docs/canary.md). The requests have a cache_salt, so
+    other requests do not use their blocks. The API key is read from OPENAI_API_KEY.
 
     Exit code 0: equal or within-noise. 1: different. 2: no result. 3: not-shown, because the server reports
     no hits in its tiers.

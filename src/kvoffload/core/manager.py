@@ -676,12 +676,12 @@ class OffloadingManager:
         return self.capacity_blocks - self.slots.num_unused
 
     def begin_resize(self, num_blocks: int) -> None:
-        """Set the number of slots to use to `num_blocks`. Then `advance_resize` adds or removes slots.
+        """Begin to change the number of usable slots to `num_blocks`; `advance_resize` does the work.
 
         To remove slots, the manager first takes free slots, then evicts blocks that the policy chooses.
         Pinned blocks, blocks in flight and the minimums of tenants are protected. If only such blocks are
-        left, the resize waits until other blocks are evictable. The lists and ghosts of policies keep their
-        sizes for `capacity_blocks`. The policy `hazard` compares itself with an LRU cache of the new size.
+        left, the resize waits until other blocks are evictable. The lists and ghosts of policies keep the
+        sizes that follow from `capacity_blocks`.
 
         Raises:
             ConfigError: `num_blocks` is below 1, above `capacity_blocks`, or below the sum of all minimums.
