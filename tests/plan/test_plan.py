@@ -264,6 +264,21 @@ def test_a_slow_link_makes_rows_infeasible(loop: str) -> None:
     assert all("exceed the GPUs' links of" in row.why_not for row in answer.rows if row.ram_modules >= 20)
 
 
+def test_blocks_that_ram_reads_from_ssds_do_not_use_the_links(loop: str) -> None:
+    row = planned(loop, fleet(prices(ssd=drives())), saved=0.4).chosen
+    assert row.ssd_drives, "RAM alone has no hits"
+    assert row.load_bytes_per_s is not None
+    # 275 of 500 requests are stored once, and 225 are read from the SSDs, written to RAM and loaded.
+    assert row.load_bytes_per_s == row.ssd_read_bytes_per_s == pytest.approx(450 * MIB / 4_990)
+    assert row.ram_write_bytes_per_s == pytest.approx(1000 * MIB / 4_990)
+    enough, too_slow = (
+        limits(row, fleet(prices(ssd=drives(), link_per_s=f"{row.busy * blocks * MIB / 4_990:.0f}")))
+        for blocks in (560, 540)
+    )
+    assert enough == []
+    assert [limit.text.partition(" of ")[0] for limit in too_slow] == ["stores"]
+
+
 def test_endurance_by_hand(loop: str) -> None:
     answer = planned(loop, fleet(prices(ssd=drives())), saved=0.4)
     row = answer.chosen

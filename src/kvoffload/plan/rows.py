@@ -338,8 +338,11 @@ def limits(row: PlanRow, fleet: Fleet, budget: float | None = None) -> list[Limi
     exceeded, prices, drives = list[Limit](), fleet.prices, fleet.hosts * row.ssd_drives
     if budget is not None and row.price > budget:
         exceeded.append(Limit("budget", f"{row.price:,.0f} {prices.currency} are above the budget"))
-    link = fleet.gpus * prices.link_bytes_per_s
-    for name, used in (("stores", row.ram_write_bytes_per_s), ("loads", row.load_bytes_per_s)):
+    link, stored = fleet.gpus * prices.link_bytes_per_s, row.ram_write_bytes_per_s
+    if stored is not None:
+        # RAM also writes the blocks that it reads from SSDs and servers. They do not come over the links.
+        stored -= (row.ssd_read_bytes_per_s or 0.0) + (row.server_read_bytes_per_s or 0.0)
+    for name, used in (("stores", stored), ("loads", row.load_bytes_per_s)):
         if used is not None and used * row.busy > link:
             text = f"{name} of {_rate(used * row.busy)} exceed the GPUs' links of {_rate(link)}"
             exceeded.append(Limit("GPU links", text))
