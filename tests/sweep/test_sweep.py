@@ -108,17 +108,10 @@ def test_rows_equal_replays(chat: str) -> None:
             assert (row.diff_low, row.diff_high, row.gap_closed or 0) == (0, 0, 0)
         else:
             assert row.diff_low <= row.diff_vs_lru <= row.diff_high
-        if row.optimum_hit_ratio is not None:
-            best = (
-                optimum(trace, row.capacity_blocks, row.device_blocks, row.store).prefix_hit_blocks
-                / trace.block_refs
-            )
-            assert row.optimum_hit_ratio == best
-            gap = best - lru.prefix_hit_ratio
-            assert row.gap_closed == pytest.approx(row.diff_vs_lru / gap)
-        else:
-            assert row.device_blocks
-            assert row.gap_closed is None
+        best = optimum(trace, row.capacity_blocks, row.device_blocks, row.store).prefix_hit_blocks
+        assert row.optimum_hit_ratio == best / trace.block_refs
+        gap = row.optimum_hit_ratio - lru.prefix_hit_ratio
+        assert row.gap_closed == pytest.approx(row.diff_vs_lru / gap)
 
 
 def test_the_order_and_the_sizes(chat: str) -> None:

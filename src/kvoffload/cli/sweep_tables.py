@@ -122,11 +122,10 @@ def _bounds(rows: list[Row], several: _Several) -> dict[str, _Line]:
     """Build the lines of upper bounds: the optimum at each capacity, and an unlimited cache."""
     bounds: dict[str, _Line] = {}
     for row in rows:
-        if row.optimum_hit_ratio is not None:
-            label = f"optimum, {row.store}" if several.stores else "optimum"
-            label += f", {row.tiers} behind" if several.tiers else ""
-            label += f", {ram_of(row)}" if several.pools else ""
-            bounds.setdefault(label, {})[row.capacity] = _Cell(f"{row.optimum_hit_ratio:.4f} ", "-")
+        label = f"optimum, {row.store}" if several.stores else "optimum"
+        label += f", {row.tiers} behind" if several.tiers else ""
+        label += f", {ram_of(row)}" if several.pools else ""
+        bounds.setdefault(label, {})[row.capacity] = _Cell(f"{row.optimum_hit_ratio:.4f} ", "-")
     bounds["no limit"] = {row.capacity: _Cell(f"{row.infinite_hit_ratio:.4f} ", "-") for row in rows}
     return bounds
 

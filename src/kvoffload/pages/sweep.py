@@ -84,8 +84,7 @@ def _hits(rows: Sequence[Row]) -> Data:
     for store, is_shared in dict.fromkeys((row.store, row.shared_ram) for row in rows):
         bounded = [row for row in rows
                    if (row.store, row.shared_ram) == (store, is_shared) and not row.tier_blocks]  # fmt: skip
-        best = {row.capacity_blocks: 100 * row.optimum_hit_ratio for row in bounded
-                if row.optimum_hit_ratio is not None}  # fmt: skip
+        best = {row.capacity_blocks: 100 * row.optimum_hit_ratio for row in bounded}
         if best:
             sizes = sorted(best)
             data.append(
@@ -127,7 +126,7 @@ def _table(rows: Sequence[Row], title: str) -> Table:
         (
             _label(row), row.capacity, f"{row.capacity_blocks:,}", f"{row.prefix_hit_ratio:.4f}",
             "" if row.ci_low is None or row.ci_high is None else f"{row.ci_low:.4f} to {row.ci_high:.4f}",
-            "" if row.optimum_hit_ratio is None else f"{row.optimum_hit_ratio:.4f}",
+            f"{row.optimum_hit_ratio:.4f}",
             f"{row.writes_per_ref + row.tier_writes_per_ref:.3f}",
         )
         for row in rows

@@ -98,7 +98,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     writes_per_ref: float
     bytes_written: int | None
     tier_writes_per_ref: float
-    optimum_hit_ratio: float | None
+    optimum_hit_ratio: float
     infinite_hit_ratio: float
     baseline: str | None = None
     diff_vs_lru: float | None = None
@@ -213,7 +213,7 @@ def violations(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         bounds = {"an optimal policy": row.optimum_hit_ratio, "a cache without limit": row.infinite_hit_ratio}
         for name, bound in bounds.items():
-            if bound is not None and row.prefix_hit_ratio > bound:
+            if row.prefix_hit_ratio > bound:
                 device = f", device {row.device}" if row.device_blocks else ""
                 device += f", tiers {row.tiers}" if row.tier_blocks else ""
                 device += ", shared RAM" if row.shared_ram else ""
@@ -298,7 +298,7 @@ def _row(runs: Runs, number: int, block_bytes: int | None) -> Row:
 
 def _compared(row: Row, runs: Runs, number: int, baseline: int) -> Row:
     point, lru = runs.points[baseline], runs.measured[baseline].report
-    gap = None if row.optimum_hit_ratio is None else row.optimum_hit_ratio - lru.prefix_hit_ratio
+    gap = row.optimum_hit_ratio - lru.prefix_hit_ratio
     difference = row.prefix_hit_ratio - lru.prefix_hit_ratio
     interval = runs.difference(number, baseline)
     return msgspec.structs.replace(
@@ -308,7 +308,7 @@ def _compared(row: Row, runs: Runs, number: int, baseline: int) -> Row:
         diff_low=interval.low if interval else None,
         diff_high=interval.high if interval else None,
         diff_correlation=interval.correlation if interval else None,
-        gap_closed=difference / gap if gap is not None and gap >= _SMALLEST_GAP else None,
+        gap_closed=difference / gap if gap >= _SMALLEST_GAP else None,
         writes_vs_lru=row.blocks_written / lru.blocks_written if lru.blocks_written else None,
     )
 
