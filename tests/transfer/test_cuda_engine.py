@@ -121,6 +121,27 @@ def test_a_gathered_store_ends_once_when_its_bytes_have_arrived(fake: Any) -> No
     engine.close()
 
 
+@pytest.mark.parametrize("block_bytes", [GATHERED, RUNS], ids=["gathered", "runs"])
+def test_rows_and_slots_may_change_after_the_call(fake: Any, block_bytes: int) -> None:
+    blocks = numbered(4, block_bytes)
+    runtime = fake(LATE)
+    engine, device = engine_on(runtime, blocks.copy())
+    pool = paged(4, block_bytes)
+    rows, slots = np.array([2, 0]), np.array([1, 3])
+    transfer = engine.store(rows, pool, slots)
+    rows[:], slots[:] = [1, 1], [0, 2]
+    transfer.wait()
+    assert np.array_equal(pool[[1, 3]], blocks[[2, 0]])
+    assert not pool[[0, 2]].any()
+    rows, slots = np.array([3, 1]), np.array([1, 3])
+    transfer = engine.load(pool, slots, rows)
+    rows[:], slots[:] = [0, 0], [0, 2]
+    transfer.wait()
+    blocks[[3, 1]] = pool[[1, 3]]
+    assert np.array_equal(runtime.bytes_of(device).numpy(), blocks)
+    engine.close()
+
+
 def test_a_pool_is_pinned_once_and_unpinned(fake: Any) -> None:
     runtime = fake()
     engine, _ = engine_on(runtime, numbered(4, 24))

@@ -333,14 +333,17 @@ def check_tiers(tiers: Sequence[SecondaryTier]) -> None:
 
 
 def checked_rows(keys: Keys, pool: Blocks, rows: Rows, block_bytes: int) -> npt.NDArray[np.int64]:
-    """Check the rows of a job against its pool and keys. Raises `ValueError` or `IndexError`."""
+    """Check the rows of a job against its pool and keys; returns a copy, because the job outlives the call.
+
+    Raises: `ValueError` or `IndexError`.
+    """
     if pool.ndim != 2 or pool.dtype.itemsize != 1:
         raise ValueError(
             f"the pool is {pool.dtype} of shape {pool.shape}; allowed: bytes (slots, block_bytes)"
         )
     if pool.shape[1] != block_bytes:
         raise ValueError(f"the pool has blocks of {pool.shape[1]} bytes, this tier of {block_bytes}")
-    checked = check_rows("rows", rows, len(pool))
+    checked: npt.NDArray[np.int64] = check_rows("rows", rows, len(pool)).copy()
     if len(checked) != len(keys):
         raise ValueError(f"{len(keys)} keys but {len(checked)} rows")
     return checked

@@ -147,11 +147,14 @@ class CudaEngine:
     def _checked(
         self, device_rows: Rows, pool: Blocks, slots: Rows
     ) -> tuple[RowsArray, RowsArray, Tensor | None]:
-        """Check rows and slots; return rows, slots, and the pool as a pinned tensor (None if not pinned)."""
+        """Check rows and slots; return rows, slots, and the pool as a pinned tensor (None if not pinned).
+
+        The slots are a copy, because a transfer may use them after the call (`_CudaTransfer`).
+        """
         if pool.shape[1] != self.block_bytes:
             raise ValueError(f"pool has blocks of {pool.shape[1]} bytes, the device of {self.block_bytes}")
         rows = check_rows("device_rows", device_rows, self.num_blocks)
-        checked_slots = check_rows("slots", slots, len(pool))
+        checked_slots = check_rows("slots", slots, len(pool)).copy()
         if len(rows) != len(checked_slots):
             raise ValueError(f"{len(rows)} device_rows but {len(checked_slots)} slots")
         return rows, checked_slots, self._pools.tensor(pool)

@@ -436,6 +436,24 @@ def test_the_limit_of_bytes_in_flight_admits_a_block_or_group_of_any_size(
     assert written(tier, *numbers) == numbers[:group_blocks]
 
 
+def test_rows_may_change_while_a_job_is_in_flight(server: GatedServer, make: Callable[..., Any]) -> None:
+    tier, pool = make(), np.zeros((3, BLOCK_BYTES), np.uint8)
+    pool[0] = 7
+    server.modes = {"read": HANGS, "write": HANGS}
+    rows = np.zeros(1, np.int64)
+    job, _ = tier.submit_write(some_keys(1), pool, rows)
+    rows[0] = 1
+    server.gate.set()
+    wait(tier, job)
+    server.gate.clear()
+    rows[0] = 1
+    job = tier.submit_read(some_keys(1), pool, rows)
+    rows[0] = 2
+    server.gate.set()
+    wait(tier, job)
+    assert pool[:, 0].tolist() == [7, 7, 0]
+
+
 def test_a_key_that_is_offered_twice_is_written_once(make: Callable[..., Any]) -> None:
     assert written(make(), 1, 2, 1) == [1, 2]
 
