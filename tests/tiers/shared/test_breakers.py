@@ -14,7 +14,7 @@ import pytest
 from kvoffload.tiers.contract import NO_JOB, JobResult
 from kvoffload.tiers.shared.circuit import PROBE, READ, WRITE, Breakers, CircuitBreaker
 from kvoffload.tiers.shared.epochs import EpochHistory
-from kvoffload.tiers.shared.exchanges import Probe
+from kvoffload.tiers.shared.exchanges import Probe, Read, Write
 from kvoffload.tiers.shared.groups import BlockGroups
 from kvoffload.tiers.shared.identity import SingleEpoch, SingleKeyspace
 from kvoffload.tiers.shared.peer import Peer
@@ -334,10 +334,10 @@ def test_breaker_of_a_replay_opens_at_the_first_timeout(
 # ---- nodes of a cluster
 
 
-def peer_of(history: EpochHistory | None) -> Peer:
+def peer_of(history: EpochHistory | None, **more: Any) -> Peer:
     keyspace = SingleKeyspace("ns", bytes(16), (b"epoch",))
     server = Server("host:1/ns", lambda _: None, Resp(), keyspace)
-    options = RemoteOptions(namespace="ns", fingerprint="model", block_bytes=BLOCK_BYTES)
+    options = RemoteOptions(namespace="ns", fingerprint="model", block_bytes=BLOCK_BYTES, **more)
     return Peer("valkey", server, options, send=lambda *_: None, forget=lambda **_: None, history=history)
 
 
@@ -378,6 +378,48 @@ def test_troubles_of_a_node_are_failures_and_blocks_on_another_node() -> None:
         assert node.num_troubles == 1 + number
     node.note(ended_probe(refused=ServerError("MOVED 3999 127.0.0.1:6381")))
     assert node.breakers.server.is_open, "only a handshake closes it"
+
+
+# ---- slow servers
+
+
+def late_transfer(kind: type[Read | Write], num_ok: int) -> Read | Write:
+    """Return a transfer of four blocks that has exceeded its deadline."""
+    transfer = kind(
+        job=1, num_rows=4, keys=some_keys(1, 2, 3, 4), epoch=SingleEpoch("ns", bytes(16), 1),
+        block_bytes=BLOCK_BYTES, deadline=0.0, pool=POOL, rows=np.arange(4),
+    )  # fmt: skip
+    transfer.ok[:num_ok] = True
+    transfer.error, transfer.ended = TimeoutError("deadline exceeded"), time.monotonic()
+    return transfer
+
+
+@pytest.mark.parametrize("kind", [Read, Write])
+def test_transfer_of_some_blocks_by_its_deadline_is_no_failure(
+    kind: type[Read | Write], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A network of 1 Gbit/s transfers less than 256 MiB, the limit in flight, in 2 s."""
+    peer = peer_of(None)
+    for _ in range(2):
+        for _ in range(2):
+            assert peer.note(late_transfer(kind, 0)) == set()
+        for _ in range(4):
+            assert peer.note(late_transfer(kind, 3)) == set()
+    assert "is slow: 3 of 4 blocks of a" in caplog.text
+    for number in range(1, 4):
+        assert peer.note(late_transfer(kind, 0)) == ({PROBE, READ, WRITE} if number == 3 else set())
+
+
+def test_late_write_of_blocks_that_were_there_is_a_failure() -> None:
+    peer = peer_of(None)
+    for number in range(1, 4):
+        late = late_transfer(Write, 3)
+        late.was_there[:] = late.ok  # type: ignore[union-attr]
+        assert peer.note(late) == ({PROBE, READ, WRITE} if number == 3 else set())
+
+
+def test_late_read_of_a_replay_opens_the_breaker() -> None:
+    assert peer_of(None, gives_up_at_once=True).note(late_transfer(Read, 3)) == {PROBE, READ, WRITE}
 
 
 # ---- silence

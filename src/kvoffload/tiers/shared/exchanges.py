@@ -149,6 +149,11 @@ class Transfer(BlockExchange):
     pool: Blocks
     rows: npt.NDArray[np.int64]
 
+    @property
+    def has_moved_blocks(self) -> bool:
+        """True if at least one block was transferred."""
+        return bool(self.ok.any())
+
     def addresses(self, which: slice | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the addresses of these blocks in memory."""
         addresses: npt.NDArray[np.int64] = address_of(self.pool) + self.rows[which] * self.pool.strides[0]
@@ -198,3 +203,7 @@ class Write(Transfer):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.was_there = np.zeros(len(self.keys), np.bool_)
+
+    @property
+    def has_moved_blocks(self) -> bool:
+        return bool((self.ok & ~self.was_there).any())

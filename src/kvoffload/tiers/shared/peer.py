@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+import numpy as np
+
 from kvoffload.tiers.producer_text import pack
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from kvoffload.tiers.shared.circuit import Breakers
@@ -24,6 +26,7 @@ from kvoffload.tiers.shared.exchanges import (
     Handshake,
     Persistence,
     PersistenceQuestion,
+    Transfer,
 )
 from kvoffload.tiers.shared.identity import Epoch
 from kvoffload.tiers.shared.printable import printable
@@ -261,7 +264,7 @@ class Peer:
         if isinstance(error, NotSentError):
             return set()
         before = self.breakers.open_kinds()
-        if error is None or isinstance(error, CacheResetError):
+        if error is None or isinstance(error, CacheResetError) or self._is_slow(exchange):
             if not (self.breakers.server.is_open and exchange is not self.handshake):
                 self.breakers.server.succeeded()
             if isinstance(exchange, BlockExchange):
@@ -272,6 +275,20 @@ class Peer:
                 self._note_failure(exchange, error)
         self.breakers.note_outage(max(0.0, exchange.ended - exchange.submitted))
         return self.breakers.open_kinds() - before
+
+    def _is_slow(self, exchange: Exchange) -> bool:
+        """Return True if an exchange has transferred some of its blocks by its deadline.
+
+        The server works. Reads of blocks that cannot arrive in time are avoided by the measured speed.
+        """
+        if self._gives_up_at_once or not isinstance(exchange, Transfer) or not exchange.has_moved_blocks:
+            return False
+        if not isinstance(exchange.error, TimeoutError):
+            return False
+        num_blocks, total = int(np.count_nonzero(exchange.ok)), len(exchange.keys)
+        text = "tier %s: %s is slow: %d of %d blocks of a %s were transferred by the deadline"
+        self._log.warn("slow", text, self.name, self.place, num_blocks, total, exchange.kind)
+        return True
 
     def _is_elsewhere(self, exchange: Exchange) -> bool:
         """Return True if an exchange failed because another node has its blocks.
