@@ -38,7 +38,7 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9.+-]*)://")
 _SECRET = re.compile(r"pass|secret|token|credential|auth", re.IGNORECASE)
 _HIDDEN = "***"
 _PLACE = ("path", "capacity", "url")
-"""Options that a text contains as bare values, without ``name=``."""
+"""Options whose values stand in a tier's text without their names, as in ``disk:PATH:CAPACITY``."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class TierOptions(ABC):
     Attributes:
         label: name of the tier in metrics and reports; if empty, `names_of` derives a name from the kind.
         name: name of the kind, as users type it.
-        schemes: URL schemes of a kind on a network; each begins with the name: ``valkeys``.
+        schemes: URL schemes of a kind on a network, such as ``valkeys``. Each begins with `name`.
         keeps_blocks: False for a kind that stores no bytes, for replays only.
     """
 
@@ -136,10 +136,7 @@ class TierOptions(ABC):
 
     @property
     def num_blocks(self) -> int:
-        """Capacity in blocks.
-
-        If the tier has no capacity, a number that exceeds the number of blocks of any trace.
-        """
+        """Capacity in blocks. If the tier has none, this is more than the number of blocks of any trace."""
         return MOST_BLOCKS
 
     @property
@@ -156,12 +153,7 @@ class TierOptions(ABC):
     def _settings(self, before: str, between: str, encode: Callable[[str], str] = str) -> str:
         """Format the options that differ from their defaults, each as ``name=value``.
 
-        Returns an empty text if there are none.
-
-        Args:
-            before: text before the first option.
-            between: text between two options.
-            encode: encodes a value.
+        `between` separates the options. `before` precedes them, unless there are none.
         """
         settings = [
             f"{option.name}={encode(str(getattr(self, option.name)))}"

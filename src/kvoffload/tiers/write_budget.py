@@ -15,9 +15,7 @@ HOUR_S = 3600
 DAY_S = 24 * HOUR_S
 
 _HOURS = 25
-"""Number of hours whose writes are summed: the current hour and the 24 hours before. The sum therefore covers
-any 24 hours, not only whole hours.
-"""
+"""Number of hours whose writes are summed: the current, incomplete hour, and the 24 hours before."""
 
 
 class WriteBudget:
@@ -78,10 +76,7 @@ class WriteBudget:
 
     @property
     def left_bytes_each(self) -> int:
-        """Share of one tier in `left_bytes`.
-
-        All shares are equal, so that the tiers' counters add up to `left_bytes`.
-        """
+        """Share of one tier in `left_bytes`. Shares are equal, so that the counters of all tiers add up."""
         return self.left_bytes // max(1, self._num_tiers)
 
     @property
@@ -90,7 +85,7 @@ class WriteBudget:
         return self._max_bytes / max(1, self._num_tiers)
 
     def earned_bytes_each(self, seconds: float) -> float:
-        """Return one tier's share of the budget of `seconds`, in bytes."""
+        """Return one tier's share of the budget that accrues in `seconds`, in bytes."""
         return self.bytes_each * seconds / DAY_S
 
     def now_s(self) -> float:
@@ -104,9 +99,8 @@ class WriteBudget:
 def budget_of_recording(max_per_day: float, clock: Callable[[], float]) -> WriteBudget:
     """Create the budget of a replay, spent at an even rate over the time of the recording.
 
-    Reason for the even rate: a recording of minutes would never exhaust the budget of a whole day. A budget
-    for minutes, spent without a rate, would go to the first blocks; but a tier that has run for days already
-    has these blocks.
+    Without the rate, a recording of minutes would either never exhaust the budget of a day, or spend a budget
+    for minutes on its first blocks. A tier that has run for days already has such blocks.
 
     Args:
         max_per_day: budget of 24 hours, in the unit of `WriteBudget.spend`, such as blocks.

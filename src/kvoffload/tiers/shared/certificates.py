@@ -1,7 +1,4 @@
-"""Refusals of a certificate: the server's by this client, and this client's by the server.
-
-Knows no protocol.
-"""
+"""Error messages for refused TLS certificates: the server's, and this client's. Knows no protocol."""
 
 from __future__ import annotations
 
@@ -11,12 +8,12 @@ from ssl import SSLCertVerificationError, SSLError
 from kvoffload.tiers.shared.printable import printable
 
 CertificateError = SSLCertVerificationError
-"""Error of a connection whose certificate cannot be verified. Contains only text of OpenSSL."""
+"""Error of a connection whose certificate cannot be verified. The message contains no text of the server."""
 
 _OTHER_NAMES = {62, 64}
-"""OpenSSL's codes for a certificate without the host name, or without the address, of the connection."""
+"""OpenSSL's error codes: the certificate contains another host name, or another IP address."""
 _OTHER_TIMES = {9, 10}
-"""OpenSSL's codes for a certificate that is not valid yet, or no longer."""
+"""OpenSSL's error codes: the certificate is not valid yet, or has expired."""
 _ALERT = re.compile(
     r"ALERT_(HANDSHAKE_FAILURE|UNKNOWN_CA|ACCESS_DENIED|(?:BAD|NO|UNSUPPORTED)_CERTIFICATE|CERTIFICATE_\w+)$"
 )

@@ -1,4 +1,4 @@
-"""Epochs that this process has seen: the present number of each epoch key, and all ended numbers. No I/O.
+"""Epochs that this process has seen: the present number of each epoch key, and ended numbers. No I/O.
 
 A server may return to an ended epoch in two cases: it has restored a backup, or a replica without the last
 reset has taken over. The tier then resets the cache again, because the blocks of the epoch are outdated.

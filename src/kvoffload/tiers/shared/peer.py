@@ -58,8 +58,8 @@ class Peer:
         send: sends an exchange over a connection for a type of operation.
         forget: called when known blocks may be gone.
         clock: monotonic seconds, for pauses.
-        history: for a node of a cluster, the history that all nodes share; None for any other server. If
-            there is a history, an error reply that a block is on another node does not count as a failure.
+        history: for a node of a cluster, the history that all nodes share; None for any other server. A node
+            may reply that another node has a block, and this reply does not count as a failure.
         chance: returns a random number in [0, 1), for jitter.
 
     Attributes:

@@ -69,10 +69,10 @@ def _ranges(answer: Answer, asked_host: str) -> list[tuple[int, int, Address, in
     Returns a tuple for each range of slots: first slot, last slot, master, and number of replicas.
 
     Args:
-        asked_host: host of the node that sent the reply. A node may not know its own host.
+        asked_host: host of the node that sent the reply, for nodes whose host is empty in the reply.
 
-    Raises: `ProtocolError` in these cases: a slot is outside of 0 to 16,383, a slot is in two ranges, or a
-        master has no port or no plausible host. A valid reply therefore has at most 16,384 ranges.
+    Raises: `ProtocolError` if a slot is outside of 0 to 16,383, a slot is in two ranges, or a master has no
+        port or no plausible host.
     """
     if not isinstance(answer, list):
         raise ProtocolError("the reply to CLUSTER SLOTS is not an array")

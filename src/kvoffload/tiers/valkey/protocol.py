@@ -35,8 +35,7 @@ from kvoffload.tiers.valkey.persistence import ask_persistence
 from kvoffload.tiers.valkey.resp import MOST_AT_ONCE, Block, Connection, command
 
 WINDOW_BYTES = 4 << 20
-"""Bytes of blocks in a window. A read requests the next window before it receives the present window. The
-blocks of a window are verified while they are in the CPU's cache."""
+"""Default of `Resp.window_bytes`. The blocks of a window are verified while they are in the CPU's cache."""
 _READ_ONLY = {FULL, "MISCONF"}
 """Codes of servers that refuse writes, but serve blocks. `MISCONF`: the server cannot save to its disk.
 
@@ -63,8 +62,8 @@ class Resp:
     """Client side of RESP2, the protocol of Redis and Valkey servers. Implements `Dialect`.
 
     Attributes:
-        window_bytes: largest number of block bytes in one pipeline. A write reads all replies of a pipeline
-            before it sends the next pipeline. A read sends the next pipeline before it receives the replies.
+        window_bytes: limit of the bytes of blocks in a window, which is one pipeline. A write reads all
+            replies to a window before it sends the next. A read requests the next window before it receives.
         most_at_once: largest number of blocks that the client receives together.
     """
 
@@ -309,8 +308,7 @@ def _set_commands(write: Write, names: list[bytes], at: npt.NDArray[np.int64]) -
 def _commands(verb: bytes, *names: list[bytes]) -> list[bytes]:
     """Encode several commands with the same verb.
 
-    `names` has one list for each argument; the list has the value of this argument in each command. All
-    values in a list must have equal lengths.
+    ``names[i][j]`` is argument `i` of command `j`. All values of one argument must have equal lengths.
     """
     if not names[0]:
         return []

@@ -41,13 +41,10 @@ _END = b"\r\n"
 _SHORTEST_LINE_BYTES = 4
 """Length of ``:1`` with its line end."""
 _ELEMENT_BYTES = 16
-"""Bytes added to the length of each element of an answer, to account for the element's Python object."""
+"""Bytes of an element's Python object, which count for the limit of an answer (`_MOST_ANSWER_BYTES`)."""
 _MOST_DIGITS = 19
 SHORT_WAIT_S = 0.05
-"""Longest time, in seconds, to wait until all expected bytes have arrived.
-
-After it, the bytes so far are read.
-"""
+"""Longest wait for all expected bytes, in seconds. Afterwards, the bytes that have arrived are read."""
 
 
 @dataclass(frozen=True)
@@ -225,8 +222,8 @@ class Connection:
         Faster than `reply`.
 
         Args:
-            shortest: length of the usual reply, line end included. The thread wakes only when about
-                ``count * shortest`` bytes have arrived.
+            shortest: usual length of a reply, line end included. The thread sleeps until about
+                ``count * shortest`` bytes have arrived, but at most `SHORT_WAIT_S`.
         """
         lines: list[bytes] = []
         while len(lines) < count:
@@ -458,7 +455,7 @@ class Connection:
                 pass
 
     def _until(self, deadline: float) -> float:
-        """Return the time at which a wait for the next byte ends: after `silence_s`, or at the deadline."""
+        """Return the time until which to wait for the next byte: `silence_s` from now, or the deadline."""
         return min(deadline, time.monotonic() + self._silence_s)
 
     def _patience_s(self, until: float, deadline: float) -> float:
