@@ -21,8 +21,8 @@ from kvoffload.traces.trace import Trace
 from kvoffload.traces.workloads import LogNormal, Workload, builtin
 
 _TRIAL_REFS = 200_000
-"""Approximate limit of a trial's block references. If the recording is larger, trials have fewer sessions,
-but the same load, so that as many sessions overlap as in the recording."""
+"""Approximate limit of a trial's block references. Trials of a larger recording have fewer sessions. Their
+load is that of the recording, so that equally many sessions overlap."""
 _FEWEST_SESSIONS = 60
 _DIRECT_ROUNDS, _SEARCH_STEPS = 6, (1.4, 1.12)
 _P90_OF_NORMAL = 1.2816
@@ -36,8 +36,8 @@ _SCALED = (
     "shared_prompts", "documents", "document_tokens", "fork_share", "sub_agent_share", "summary_tokens",
     "context_limit_tokens", "sessions_per_minute",
 )  # fmt: skip
-"""Parameters that the search multiplies by factors. If a parameter is a `LogNormal`, the search multiplies
-its median. It also multiplies the sigma of the parameters in `_SIGMAS`."""
+"""Parameters that the search multiplies by factors; if a parameter is a `LogNormal`, its median. The search
+also multiplies the sigma of the parameters in `_SIGMAS`."""
 _SIGMAS = ("first_tokens", "turn_tokens", "think_time_s", "document_tokens")
 
 
@@ -116,7 +116,7 @@ class _Search:
 
     Attributes:
         best: the workload with the smallest distance so far.
-        least: its distance.
+        least: distance of `best`.
         recorded: features of the recording.
         trials: number of trials so far.
     """
@@ -137,9 +137,8 @@ class _Search:
 
         - The preset.
         - The preset with texts as long as in the recording.
-        - Two workloads computed from the statistics of the recording. The context limit of the first is the
-          length of the longest request. The context limit of the second is the 90th percentile of the
-          requests' lengths.
+        - Two workloads with statistics of the recording. One has the longest request as its context limit,
+          the second about the 90th percentile of the requests' lengths.
         """
         recorded, tokens = self._statistics, self._block_tokens
         named = replace(
@@ -168,10 +167,7 @@ class _Search:
         )
 
     def corrected(self, workload: Workload) -> Workload:
-        """Try a workload.
-
-        Returns a copy with parameters changed to bring its means closer to the recording's.
-        """
+        """Try a workload; return a copy whose parameters bring its means closer to the recording's."""
         got, want = self._try(workload), self._target
         changes: dict[str, Any] = {
             "turn_tokens": _times(workload.turn_tokens, _step(want.next_tokens, got.next_tokens)),

@@ -15,11 +15,11 @@ from kvoffload.traces.trace import SECONDS, Trace
 _MOST_REQUESTS_PER_S = 1000
 """Highest plausible rate of a recording. Busy fleets have hundreds of requests per second."""
 _MOST_TOKENS_PER_S = 1000
-"""Highest plausible speed of one answer: its tokens divided by the time to the next turn. In recordings the
-median is 2 to 14 per second. If their seconds are read as ms, it becomes 2,000 to 14,000."""
+"""Highest plausible median of the tokens of an answer, divided by the seconds to the next turn. Recordings
+have medians of 2 to 14. If their times are in seconds but read as ms, the medians are 2,000 to 14,000."""
 _FEWEST_TURNS = 20
 _LONGEST_S = 3600
-"""Longest recording whose unit is checked, in seconds. An hour of ms, read as seconds, would last 41 days."""
+"""Longest recording that is checked: an hour if read as ms. If read as seconds, it would take 41 days."""
 
 
 def in_unit(trace: Trace, unit: str | None, name_or_path: str | Path) -> Trace:

@@ -18,16 +18,13 @@ from kvoffload.text import duration
 
 SECONDS, MILLISECONDS = "s", "ms"
 _MANY_REQUESTS = 100
-"""Number of requests. If this many or more name the same session, the field is probably a constant."""
+"""Fewest requests of a recording that `Trace.warnings` examines."""
 _SHORT_S = 60
-"""Duration in seconds.
-
-A recording of many requests that is shorter is suspicious if its time unit was assumed.
-"""
+"""Duration in seconds. A shorter recording of many requests is suspicious if its time unit was assumed."""
 
 
 def offsets_of(lengths: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
-    """Return the start of each of several consecutive runs of these lengths, then the end of the last."""
+    """Return the offsets of consecutive runs: the start of each run, then the end of the last."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
 
 
@@ -191,10 +188,10 @@ class Trace:
     def places_of(
         self, requests: npt.NDArray[np.integer]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return where the blocks of these requests are: offsets and indices.
+        """Return two arrays, (1) offsets and (2) indices, that select the blocks of these requests in `refs`.
 
-        With the blocks of the requests one after the other, the offsets mark where each request starts, like
-        `Trace.offsets`. The indices give the position of each of these blocks in `refs`.
+        The indices are positions in `refs`, one request after the other. The offsets mark the start of each
+        request among the indices, like `Trace.offsets`.
         """
         lengths = np.diff(self.offsets)[requests]
         offsets = offsets_of(lengths)

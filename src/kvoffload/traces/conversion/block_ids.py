@@ -21,7 +21,7 @@ class Keys:
     trace identifies a whole prefix, even if the source's id identifies only the content of one block.
 
     If a trace has 100 million different blocks, two of them have the same id with a probability of 1/3,700.
-    The reader of a trace rejects a line in which an id follows another block than in an earlier line.
+    The reader of the trace then rejects the second line, because the same id follows different blocks.
 
     Args:
         salt: None for a random salt.

@@ -29,8 +29,8 @@ def batches(address: str, lost: list[int]) -> Iterator[tuple[int, bytes]]:
     A message that is no batch, for instance of another program's publisher, is yielded as ``null``.
 
     Args:
-        lost: a list with one number. The call increases the number by one for each lost batch, which is a
-            batch whose sequence number is missing.
+        lost: a list with one number, to which the number of lost batches is added. Gaps in the sequence
+            numbers show lost batches.
 
     Thread: any. On the main thread Ctrl-C ends the iteration between two batches; on another thread, close
     the iterator.

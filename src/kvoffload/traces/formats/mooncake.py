@@ -234,7 +234,7 @@ class _Requests:
         self._names, self._number_of_session = NamedSessions(), dict[str, int]()
 
     def add(self, number: int, text: bytes) -> None:
-        """Append the request of line `number`. Raises `BadLineError`; then nothing is appended."""
+        """Append the request of a line, or apply a header. Raises `BadLineError` without appending."""
         if (header := header_in(text)) is not None:
             self._apply(header)
             return
@@ -318,10 +318,7 @@ class _Requests:
         return bool(self._number_of) and int(np.count_nonzero(_int64s(self.ids) < 0)) != self._num_numbered
 
     def prompt_tokens(self) -> _Int64s | None:
-        """Return the number of tokens of each prompt.
-
-        Returns None if all lengths are multiples of the block size: then they count only whole blocks.
-        """
+        """Return the number of tokens of each prompt. None if all prompts end with a whole block."""
         tokens = _int64s(self.input_tokens)
         return tokens if (tokens != _int64s(self.lengths) * self.block_size.tokens).any() else None
 

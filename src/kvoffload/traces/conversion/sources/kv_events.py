@@ -103,9 +103,9 @@ class KVEvents(Source):
         return remarks
 
     def _counts(self, kind: str, event: dict[str, Any]) -> bool:
-        """Return True for an event of the GPU's cache and the first KV group, whose blocks the trace has.
+        """Return True for an event of the GPU's cache and the first KV group, or one that clears all blocks.
 
-        Raises `BadLineError` for an event with another block size.
+        Raises `BadLineError` if stored blocks have another size than the trace's.
         """
         if kind == "AllBlocksCleared":
             return True
@@ -170,13 +170,10 @@ class KVEvents(Source):
         return dict.fromkeys(reversed(path))
 
     def _path(self, rank: Any, block_hash: Any, newer: dict[Any, Any]) -> tuple[dict[Any, None], bool]:
-        """Return this block and its ancestors, last block first; and True if the first block is known.
+        """Return this block and its ancestors, last block first; and True if no ancestor is unknown.
 
-        Args:
-            newer: parents that come before the recorded parents.
-
-        Raises:
-            BadLineError: a block is its own ancestor.
+        `newer`: parents that replace the recorded parents. Raises `BadLineError` if a block is its own
+        ancestor.
         """
         path: dict[Any, None] = {}
         while block_hash is not None:
