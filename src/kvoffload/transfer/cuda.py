@@ -71,15 +71,16 @@ class CudaEngine:
     Call `wait` or `done` for every transfer, because a gathered store ends with a copy on the host. This copy
     runs in the first call of `wait`, or of `done` after the bytes have arrived.
 
-    A pool is pinned and populated (`cudaHostRegister`) from its first use until `close`, and must exist that
-    long. So close the engine before the tier. If pinning fails, a warning is logged, and copies of this pool
+    A pool is pinned and populated (`cudaHostRegister`) from its first use until `close`. Close the engine
+    before you release the memory of a pool. If pinning fails, a warning is logged, and copies of this pool
     are slower. Pinning fails if there is too little memory, or if the pool is read-only or pinned by another
     owner.
 
     Args:
         device: CUDA tensor that `byte_rows` accepts. The engine keeps it alive.
 
-    Thread: one at a time, of the device's process. Raises: torch's `RuntimeError` for errors of the device.
+    Thread: any, one at a time, in the process that created the tensor. Raises: torch's `RuntimeError` for
+    errors of the device.
     """
 
     def __init__(self, device: Tensor) -> None:

@@ -28,8 +28,8 @@ def difference(computed: Blocks, stored: Blocks, value_type: str) -> float:
     """Return the largest relative difference between runs of `RUN_VALUES` values in two blocks.
 
     The difference of a run is the root mean square of its differences, divided by the root mean square of its
-    computed values: 0 for equal values, about 1.4 for unrelated values. Infinity if the blocks differ in a
-    value that is not finite.
+    computed values. It is 0 for equal values, and about 1.4 for unrelated values. Returns infinity if the
+    blocks differ in a value that is not finite.
 
     Runs are short because heads and tokens differ in size by orders of magnitude. A difference relative to a
     whole layer would hide wrong values in a head of small values.
@@ -55,5 +55,5 @@ def difference(computed: Blocks, stored: Blocks, value_type: str) -> float:
 
 
 def is_rounding(distance: float, value_type: str, *, on_cpu: bool) -> bool:
-    """Return True if a difference between two computations of a block is as small as rounding."""
+    """Return True if `distance`, a result of `difference`, may be due to rounding alone."""
     return distance <= (_TF32_LIMIT if value_type == "float32" and not on_cpu else LIMITS[value_type])

@@ -1,6 +1,6 @@
-"""Reads blocks of a tensor to host memory, after the work already submitted to the device.
+"""Slow copies of a tensor's blocks to host memory, and waits for the work submitted to the device before.
 
-Independent of `cuda`, so that audits can check the copies that `cuda` makes. Slower than `cuda`.
+Independent of `cuda`, so that audits can check the copies that `cuda` makes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ torch: Any = untyped_torch
 def submitted_work(device: Any) -> Callable[[], None]:
     """Return a function that waits for the work submitted so far.
 
-    On CUDA the function waits for the work of the stream that is current now, otherwise for the whole device.
-    The function may run in any thread. It raises `OSError` if the wait fails.
+    On CUDA the function waits for the work of the present call's current stream. On other devices, it waits
+    for all work. The function may run in any thread. It raises `OSError` if the wait fails.
     """
     if device.type == "cpu":
         return lambda: None
@@ -44,8 +44,8 @@ class Snapshots:
     """Reads blocks of one tensor.
 
     Args:
-        tensor: shape ``(num_blocks, ...)``; the bytes of a block are contiguous in memory, in any order.
-        block_bytes: bytes of a block, with padding.
+        tensor: shape ``(num_blocks, ...)``. A block is one range of memory, maybe with permuted dimensions.
+        block_bytes: bytes of a block, including padding.
 
     Thread: one.
     """
@@ -58,7 +58,10 @@ class Snapshots:
         self._stream: Any = None
 
     def read(self, blocks: npt.NDArray[np.int64]) -> Blocks:
-        """Return a copy of these blocks: ``(len(blocks), block_bytes)`` uint8. Waits for the device."""
+        """Return a copy of these blocks: ``(len(blocks), block_bytes)`` uint8. Waits for the copy.
+
+        Call the function from `submitted_work` first: on CUDA the copy does not wait for earlier work.
+        """
         wanted = torch.from_numpy(blocks)
         if self._device.type != "cuda":
             copied: Blocks = self._rows.index_select(0, wanted.to(self._device)).cpu().numpy()
