@@ -1,9 +1,9 @@
 """Estimates of hit ratios from the misses in a sample, with their errors.
 
 The hit ratio is 1 minus the miss ratio. The miss ratio is the number of sampled misses times the sampling
-factor, divided by the number of *all* looked-up blocks. Misses are counted instead of hits for this reason:
-the number of sampled hits depends strongly on the chance that a block of the system prompt is in the sample,
-while such blocks are rarely missed (SHARDS-adj, Waldspurger et al., FAST'15).
+factor, divided by the number of *all* looked-up blocks. Hits are not counted, because their number depends
+strongly on chance: a sample may or may not contain a block of the system prompt. Misses of such blocks are
+rare (SHARDS-adj, Waldspurger et al., FAST'15).
 
 An error is half the width of a 95 % interval, and has three independent parts:
 
@@ -119,7 +119,7 @@ def _spread(missed: MissArray, one_in: int, per_block: float) -> float:
     Args:
         missed: number of misses in each group of keys. If it is the difference of two shadows' numbers, the
             result is the variance of the gain.
-        per_block: share of the miss ratio that one sampled miss contributes.
+        per_block: contribution of one sampled miss to the miss ratio.
     """
     groups = len(missed)
     deviations = missed - missed.mean()
@@ -127,16 +127,12 @@ def _spread(missed: MissArray, one_in: int, per_block: float) -> float:
 
 
 def _slope(ratio: float) -> float:
-    """Estimate by how much a hit ratio grows with the logarithm of the capacity (a derivative)."""
+    """Return the derivative of a hit ratio by the logarithm of the capacity, on the assumed curve."""
     return -(1 - ratio) * math.log(1 - ratio) if 0 < ratio < 1 else 0.0
 
 
 def _off(shadow: Counted, one_in: int) -> float:
-    """Return the standard error of the logarithm of the capacity that a shadow represents.
-
-    The slots of the shadow hold a random sample of the blocks. Therefore the shadow represents a capacity
-    that is not exactly `one_in` times its own.
-    """
+    """Return the relative standard error of the capacity that a shadow represents (see the module)."""
     return math.sqrt((1 - 1 / one_in) / shadow.num_slots)
 
 

@@ -26,10 +26,7 @@ LEAST_ONE_IN = 8
 
 
 def usual_one_in(tokens_per_block: int) -> int:
-    """Return the default `one_in` of an engine: one block per 3,072 tokens is sampled.
-
-    `one_in` is at least 8.
-    """
+    """Return the default `one_in` of an engine: the number of blocks in 3,072 tokens, at least 8."""
     return max(LEAST_ONE_IN, TOKENS_PER_SAMPLED_BLOCK // max(1, tokens_per_block))
 
 
@@ -42,9 +39,8 @@ class LiveShadows:
         log: receives advice and failures.
         background: runs the shadows; by default a thread of this object.
 
-    Thread: the scheduler's. Cost: independent of the number of shadows. `finished` reads all blocks of its
-    request; the cost of every other method does not depend on the number of blocks. `due` takes 0.3 ms every
-    ten seconds.
+    Thread: the scheduler's. Cost: independent of the number of shadows. Only the cost of `finished` depends
+    on the number of blocks of a request. `due` takes 0.3 ms every ten seconds.
     """
 
     def __init__(
@@ -176,10 +172,7 @@ class LiveShadows:
 
     @contextlib.contextmanager
     def _contained(self) -> Iterator[None]:
-        """Return a context in which an error is logged instead of raised.
-
-        The error also removes all shadows.
-        """
+        """Return a context that logs an error instead of raising it. The error removes all shadows."""
         try:
             yield
         except Exception as error:

@@ -41,8 +41,8 @@ class Shadows:
         on_failure: called with the label and the error of a setting whose policy or rule has failed; the
             setting's shadow is removed. If it is None (the default), the error is raised.
         members: the shadows, the current setting's first; a failed shadow is removed.
-        num_looked_up: number of looked-up blocks of the requests that the shadows have served since the last
-            call of `rotate` but one.
+        num_looked_up: number of looked-up blocks of the served requests, in the new and the previous counts
+            (`rotate`).
         num_left_out: number of requests that exceeded the limits of the sample.
 
     Thread: the scheduler's; while another thread runs `serve` or `reset_blocks`, only `finished`, `forget`,
@@ -171,7 +171,7 @@ class Shadows:
         return estimates(counted, self.num_looked_up, self.one_in)
 
     def rotate(self) -> None:
-        """Start new counts. Estimates cover the requests that were served since the last call but one."""
+        """Start new counts. Estimates use the new and the previous counts, and no older counts."""
         for shadow in self.members:
             shadow.rotate()
         self._looked_up_before, self._looked_up = self._looked_up, 0
