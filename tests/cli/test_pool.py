@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from kvoffload.cli.pool import pool as command
 from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.node.node_manager import NodeManager
-from kvoffload.node.pool_directory import STATE, PoolDirectory
+from kvoffload.node.pool_directory import FACTS, STATE, PoolDirectory
 from support.node_process import KEYS
 
 
@@ -122,3 +122,12 @@ def test_a_damaged_pool(pool: Pool, tmp_path: Path) -> None:
     assert "cannot be used" in run("inspect", pool.name, "--root", tmp_path)
     assert pool.name in run("ls", "--root", tmp_path)
     run("rm", pool.name, "--yes", "--root", tmp_path)
+
+
+def test_a_problem_names_pool_and_file(pool: Pool, tmp_path: Path) -> None:
+    pool.close()
+    (pool.directory.path / FACTS).write_text("")
+    text = run("ls", "--root", tmp_path)
+    assert f"{pool.name} cannot be used: its file facts.json cannot be read (Expecting value" in text
+    (pool.directory.path / FACTS).write_text("[]")
+    assert "its file facts.json is not a JSON object" in run("inspect", pool.name, "--root", tmp_path)

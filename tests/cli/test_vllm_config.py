@@ -107,6 +107,10 @@ def test_a_path_with_a_quote_survives_the_shell() -> None:
     [
         (["--ram", "x"], "--ram: 'x'"),
         (["--policy", "lruu"], "did you mean lru?"),
+        (
+            ["--ram", "1GiB,shared=node", "--policy", "examples/my_policy.py:MyPolicy"],
+            "--policy: 'examples/my_policy.py:MyPolicy' is invalid; a policy in Python cannot be shared",
+        ),
         (["--ram", "64"], "ram: '64' is invalid; allowed: a size such as 64GiB"),
         (
             ["--tier", "disk:relative/kv:1TiB"],

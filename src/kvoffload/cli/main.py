@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib
 import logging
 import sys
+from collections.abc import Iterator
 
 import click
 
 from kvoffload._version import __version__
-from kvoffload.errors import KVOffloadError, MisuseError
+from kvoffload.errors import ConfigError, KVOffloadError, MisuseError
 
 _NO_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _COMMANDS = {
@@ -65,9 +67,26 @@ def cli() -> None:
     """Offload an LLM server's KV cache to RAM, disks and cache servers, and measure the benefit."""
 
 
+@contextlib.contextmanager
+def _plugins_reported() -> Iterator[None]:
+    """Report an exception in a class of the user, such as a policy, and exit with code 2."""
+    try:
+        yield
+    except (click.exceptions.Exit, click.ClickException, click.Abort, ConfigError):
+        raise
+    except Exception as error:
+        from kvoffload.settings.plugin_failure import plugin_failure  # needless for most commands
+
+        if (failure := plugin_failure(error)) is None:
+            raise
+        click.echo(f"kvoffload: {failure.summary}\n{failure.traceback}", err=True, nl=False)
+        sys.exit(2)
+
+
 def main() -> None:
     try:
-        cli.main(standalone_mode=False)
+        with _plugins_reported():
+            cli.main(standalone_mode=False)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)

@@ -63,7 +63,7 @@ def ls(options: ListOptions) -> None:
         Terminal().print(terminal_table(Table("", headings, [_row(report) for report in reports])))
         for report in reports:
             if report["problem"]:
-                click.echo(report["problem"])
+                click.echo(f"{report['name']} cannot be used: {report['problem']}")
     else:
         click.echo(f"there is no pool in {options.root}")
 

@@ -6,6 +6,8 @@ instance serves one manager, on the manager's thread.
 
 from __future__ import annotations
 
+import contextlib
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar
@@ -16,6 +18,7 @@ from kvoffload.core.request import Path, Used, used_blocks
 from kvoffload.core.slots import SlotArray
 from kvoffload.core.state import REFUSED as REFUSED
 from kvoffload.core.state import Cache, Entering, entering
+from kvoffload.errors import PolicyError
 from kvoffload.settings.registry import Registry
 from kvoffload.structures.heap import Heap
 from kvoffload.structures.index import Index
@@ -264,12 +267,22 @@ class BlockwisePolicy(EvictionPolicy):
     def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
         for row, key in enumerate(keys):
             if row >= num_free:
-                slots[row] = self.victim(key, protected)
+                slots[row] = self._victim(key, protected)
             slot = int(slots[row])
             protected.entering.add(slot)
             self.insert(slot, key)
         for slot in reversed(slots.tolist()):
             self.refresh(slot)
+
+    def _victim(self, key: bytes, protected: Protected) -> int:
+        slot = self.victim(key, protected)
+        with contextlib.suppress(TypeError):  # no integer
+            if REFUSED <= operator.index(slot) < self.capacity_blocks:
+                return operator.index(slot)
+        raise PolicyError(
+            f"policy {self.name!r}: victim returned {slot!r} for key {key.hex()}; allowed: the number of a "
+            f"slot, 0 to {self.capacity_blocks - 1}"
+        )
 
     def remove(self, slots: SlotArray) -> None:
         for slot in slots.tolist():

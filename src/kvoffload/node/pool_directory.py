@@ -287,9 +287,12 @@ class PoolStatus:
             self.idle_s = 0.0 if self.is_used else max(0.0, time.monotonic() - float(times[_LAST_USED_AT]))
         finally:
             os.close(fd)
-        facts = json.loads((self.path / FACTS).read_text())
+        try:
+            facts = json.loads((self.path / FACTS).read_text())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"its file {FACTS} cannot be read ({error})") from error
         if not isinstance(facts, dict):
-            raise ValueError(f"{FACTS} is not an object")
+            raise ValueError(f"its file {FACTS} is not a JSON object")
         self.facts = facts
 
     @property

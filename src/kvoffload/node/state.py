@@ -80,7 +80,7 @@ class StateFile:
     def __init__(
         self, path: Path, placement: Placement, capacity: int, words_per_key: int, *, is_alone: bool
     ) -> None:
-        stride, self._capacity = aligned(8 * Cache.num_words), capacity
+        stride, self._capacity, self._path = aligned(8 * Cache.num_words), capacity, path
         caches_at = _HEADER_BYTES
         events_at = caches_at + aligned(stride * (MAX_MEMBERS + 1))
         num_events = max(4096, 2 * capacity)
@@ -165,8 +165,8 @@ class StateFile:
         try:
             os.posix_fallocate(self._fd, start, num_bytes)
         except OSError as error:
-            why = f"no room for {size(num_bytes)} ({error.strerror})"
-            raise UnavailableError("ram", "shared", why) from None
+            why = f"no room for another {size(num_bytes)} of the pool's state ({error.strerror})"
+            raise UnavailableError("ram", str(self._path.parent), why) from None
 
 
 def _is_sound(path: Path, facts: bytes, num_bytes: int) -> bool:

@@ -55,8 +55,16 @@ class Registry(Generic[T]):
         package: package of the built-in classes.
     """
 
+    all: ClassVar[list[Registry[Any]]] = []
+    """All registries of this process."""
+
     def __init__(self, field: str, base: type[Any], package: str) -> None:
         self.field, self._base, self._package = field, base, package
+        Registry.all.append(self)
+
+    def accepts(self, cls: type[Any]) -> bool:
+        """Return True if a class is derived from the contract."""
+        return issubclass(cls, self._base)
 
     @property
     def allowed(self) -> str:

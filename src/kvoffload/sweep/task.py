@@ -22,6 +22,7 @@ from kvoffload.replay.config import ReplayConfig
 from kvoffload.replay.instances import replay_of
 from kvoffload.replay.report import ReplayReport
 from kvoffload.replay.routing import SESSION, route
+from kvoffload.settings.plugin_failure import plugin_failure
 from kvoffload.sweep.bootstrap import window_sums
 from kvoffload.sweep.grid import content_digest, policy_class
 from kvoffload.tiers.spec import SizedTierOptions
@@ -174,7 +175,8 @@ def attempt_with(trace: Trace | None, task: Task) -> Measurement | Failure:
         run = replay_of(trace or load(task.source), task.config)
         report = run.run()
     except Exception as error:
-        return Failure(f"{type(error).__name__}: {error}")
+        failure = plugin_failure(error)
+        return Failure(f"{type(error).__name__}: {error}" if failure is None else failure.summary)
     # Left out, because no row has a column for the policy's statistics.
     report = msgspec.structs.replace(report, policy_state={})
     return Measurement(

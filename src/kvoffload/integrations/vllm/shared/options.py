@@ -17,10 +17,11 @@ import msgspec
 
 from kvoffload.core.admission import DEFAULT_ADMISSION, AdmissionName
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, StoreName
-from kvoffload.core.policy import DEFAULT_POLICY, PolicyName
+from kvoffload.core.policy import DEFAULT_POLICY, POLICIES, PolicyName
 from kvoffload.core.quotas import ONE_OWNER
 from kvoffload.errors import CombinedConfigError, ConfigError
 from kvoffload.integrations.vllm.shared.tenants import Tenants
+from kvoffload.node.node_manager import NodeManager
 from kvoffload.settings.layers import OF_ENGINES, gathered
 from kvoffload.settings.paths import FilePath, expanded
 from kvoffload.settings.ram import Ram
@@ -36,7 +37,7 @@ from kvoffload.settings.read import (
     read_options,
     within,
 )
-from kvoffload.structures.index import MAX_POSITIONS
+from kvoffload.structures.index import MAX_POSITIONS, Index
 from kvoffload.tiers.spec import SizedTierOptions, TierOptions, Tiers
 from kvoffload.whatif import WhatIfs
 from kvoffload.whatif.setting import OneIn
@@ -263,6 +264,11 @@ def parse_options(extra_config: Mapping[str, Any]) -> VLLMOptions:
     if options.ram.shared and options.store != ON_COMPUTE:
         why = f"with shared RAM allowed: {ON_COMPUTE}, because {ON_DEVICE_EVICTION} follows one device"
         problems.append(ConfigError("store", options.store, why))
+    if options.ram.shared:
+        try:
+            NodeManager.check_policy(POLICIES.find(options.policy)(Index(1, 1)))
+        except ConfigError as problem:
+            problems.append(ConfigError("policy", options.policy, problem.allowed))
     if options.what_if and (options.ram.shared or options.store != ON_COMPUTE):
         why = f"allowed: with store {ON_COMPUTE}, and without shared RAM, because shadows follow one engine"
         problems.append(ConfigError("what_if", ";".join(s.label for s in options.what_if), why))

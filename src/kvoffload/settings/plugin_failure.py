@@ -1,0 +1,74 @@
+"""Exceptions in classes of users, such as a policy from a file: the method, its block, the user's traceback.
+
+Does not know the contracts. A class of a user is one that a `Registry` accepts and whose code is outside of
+this package.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import traceback
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import NamedTuple
+
+from kvoffload.settings.registry import Registry
+
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+
+
+class PluginFailure(NamedTuple):
+    """An exception that a user's class raised.
+
+    Attributes:
+        summary: one line with class, method, numbers and keys among the arguments, and the exception.
+        traceback: the traceback from the method on.
+    """
+
+    summary: str
+    traceback: str
+
+
+def plugin_failure(error: BaseException) -> PluginFailure | None:
+    """Describe an exception that a method of a user's class raised. Returns None for any other exception.
+
+    If the class calls this package, which calls the class again, the inner method is described.
+    """
+    found: tuple[TracebackType, str] | None = None
+    calls_it, entry = False, error.__traceback__
+    while entry is not None:
+        is_ours = entry.tb_frame.f_code.co_filename.startswith(_PACKAGE)
+        if calls_it and not is_ours and (name := _name_of(entry.tb_frame)):
+            found = entry, name
+        calls_it, entry = is_ours, entry.tb_next
+    if found is None:
+        return None
+    entry, name = found
+    what = f"{type(error).__name__}: {error}".removesuffix(": ").replace("\n", " ")
+    at = traceback.extract_tb(entry)[-1]
+    summary = f"{name} raised {what} ({Path(at.filename).name}, line {at.lineno})"
+    return PluginFailure(summary, "".join(traceback.format_exception(type(error), error, entry)))
+
+
+def _name_of(frame: FrameType) -> str:
+    """Return ``policy Mine: victim(key 3f1a)`` if the frame is a method of a user's class, else ``""``."""
+    arguments = inspect.getargvalues(frame)
+    if not arguments.args:
+        return ""
+    owner = arguments.locals.get(arguments.args[0])
+    cls = owner if isinstance(owner, type) else type(owner)
+    field = next((registry.field for registry in Registry.all if registry.accepts(cls)), "")
+    if not field:
+        return ""
+    shown = [_shown(name, arguments.locals.get(name)) for name in arguments.args[1:]]
+    blocks = ", ".join(filter(None, shown))
+    method = frame.f_code.co_name
+    return f"{field} {cls.__name__}: {method}({blocks})" if blocks else f"{field} {cls.__name__}: {method}"
+
+
+def _shown(name: str, value: object) -> str:
+    """Format an argument that names a block: a number or a key."""
+    if isinstance(value, bytes):
+        return f"{name} {value.hex()}"
+    return f"{name} {value}" if isinstance(value, int) and not isinstance(value, bool) else ""
