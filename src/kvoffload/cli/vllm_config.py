@@ -47,7 +47,11 @@ class VLLMConfigOptions:
     store: Store | None = option(
         None, "Moment at which blocks are stored.  [default: on-compute]", setting="store"
     )
-    verify: Annotated[str, OneOf(VERIFY)] | None = option(None, "Blocks to verify.  [default: tiers]")
+    verify: Annotated[str, OneOf(VERIFY)] | None = option(
+        None,
+        "always: verify blocks of RAM and tiers; tiers or never: only of tiers.  "
+        "[default: tiers; with shared RAM always]",
+    )
     tiers: tuple[str, ...] = option(
         (),
         "Tier behind RAM: a disk, with ,policy=NAME and ,admission=RULE, or a shared server: "

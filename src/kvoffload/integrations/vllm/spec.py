@@ -40,15 +40,15 @@ from kvoffload.integrations.vllm.worker_side.worker import KVOffloadWorker
 from kvoffload.text import size
 
 WORKERS_WAIT_S, WORKERS_WAIT_S_PER_GIB = 600.0, 2.0
-"""Longest time that a worker waits for the other workers' allocations before it pins the pool. There are two
-limits, and the larger applies: a fixed number of seconds, and a number of seconds for each GiB of the pool.
+"""Longest wait of a worker for the other workers' allocations: the larger of a fixed number of seconds, and
+a number of seconds for each GiB of the pool.
 
 The allocation of a GiB in pages of 4 KiB takes 0.6 s. The wait is part of the engine's start
 (``VLLM_ENGINE_READY_TIMEOUT_S``)."""
 
 
 def checked_options(extra_config: Mapping[str, Any]) -> VLLMOptions:
-    """Parse the options. If there are problems, log each of them and raise `ConfigError`."""
+    """Parse the options. If any is wrong, log every problem and raise `ConfigError`."""
     with refusals_logged(logger, "not started"):
         return parse_options(extra_config)
 
@@ -91,7 +91,7 @@ class KVOffloadSpec(OffloadingSpec):
         self._worker: KVOffloadWorker | None = None
 
     def _check_for_vllms_connector(self) -> None:
-        """Raise `ConfigError` for options that need our connector."""
+        """Raise `ConfigError` for options that need `KVOffloadConnector` instead of vLLM's connector."""
         options, allowed = self.options, "allowed: only with kv_connector: KVOffloadConnector"
         if options.store == ON_DEVICE_EVICTION:
             raise ConfigError("store", options.store, allowed)

@@ -71,10 +71,7 @@ def take(fd: int, address: int, spans: Sequence[Span], threads: int) -> None:
 
 
 def _take(fd: int, address: int, start: int, num_bytes: int) -> None:
-    """Allocate whole pages.
-
-    A Linux kernel before 5.14 only reserves the pages, without a choice of the NUMA node.
-    """
+    """Allocate whole pages. Linux before 5.14 only reserves them, without a choice of the NUMA node."""
     while (failed := advise(address + start, num_bytes, _MADV_POPULATE_WRITE)) == errno.EINTR:
         pass
     if failed:

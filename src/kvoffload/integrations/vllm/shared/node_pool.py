@@ -30,8 +30,8 @@ def join_node_pool(
 ) -> PoolDirectory | None:
     """Join the pool of the engines whose blocks are interchangeable with blocks of this engine.
 
-    Returns None if no shared pool is requested or if this engine cannot share RAM. In the second case the
-    reason is logged. All processes of an engine get the same result. Raises as `PoolDirectory.join`.
+    Returns None if the options request no shared pool. If this engine cannot share RAM, logs the reason and
+    returns None. All processes of an engine get the same result. Raises the errors of `PoolDirectory.join`.
     """
     if not options.ram.shared:
         return None

@@ -1,8 +1,8 @@
-"""The options in ``kv_connector_extra_config``. They may have vLLM's names or ours, and are checked together.
+"""The options in ``kv_connector_extra_config``, under vLLM's names or ours, and their checks.
 
-A TOML file (``config``, or ``KVOFFLOAD_CONFIG``) and the environment (``KVOFFLOAD_POLICY``) may set the same
-options (`settings.layers`). The module does not import vLLM, because the command line checks options without
-vLLM.
+A TOML file (option ``config``, or ``KVOFFLOAD_CONFIG``) and environment variables such as
+``KVOFFLOAD_POLICY`` can set the same options (`settings.layers`). Imports no vLLM, because the command line
+checks options on machines without vLLM.
 """
 
 from __future__ import annotations
@@ -45,26 +45,24 @@ from kvoffload.whatif.setting import OneIn
 WHERE = "kv_connector_extra_config"
 ALWAYS, TIERS, NEVER = "always", "tiers", "never"
 VERIFY = (ALWAYS, TIERS, NEVER)
-"""Values of the option `verify`. ``always``: verify all blocks. ``tiers``: verify only blocks from tiers
-behind RAM. ``never``: verify no block."""
+"""Values of the option `verify`. Blocks that are read from tiers are always verified. ``always``: also verify
+blocks in RAM. ``tiers`` or ``never``: do not verify blocks in RAM."""
 POLICIES_MODULE = "kvoffload.integrations.vllm.policies"
 _SPEC, _SPEC_MODULE = "KVOffloadSpec", "kvoffload.integrations.vllm"
 _Threshold: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 _TrackerSize: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_POSITIONS // 2)]
-"""Type of the option ``max_tracker_size``, with the limits of this parameter of the admission rule ``reuse``.
-"""
+"""Type of the option ``max_tracker_size``, a parameter of the admission rule ``reuse``."""
 COUNT, DROP, STOP = "count", "drop", "stop"
 _Share: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 
 
 @dataclass(frozen=True)
 class AuditOptions:
-    """The audit of stored blocks: ``{"share": 0.001, "first": 64}`` or ``share=0.001,first=64``.
+    """Options of the audit of stored blocks: ``{"share": 0.001, "first": 64}`` or ``share=0.001,first=64``.
 
     Attributes:
         share: fraction of the requests with hits that are audited, from 0 to 1.
-        first: number of requests with hits that are audited first after the engine's start, whatever `share`
-            is.
+        first: number of requests with hits, from the engine's start on, that are audited in any case.
         on_difference: reaction to a block that differs. ``count``: only count the block. ``drop``: also
             discard the block. ``stop``: also stop offloading until the cache is reset.
     """
@@ -103,7 +101,7 @@ Audit: TypeAlias = Annotated[AuditOptions, _AuditParser()]
 
 @dataclass(frozen=True)
 class RecordOptions:
-    """A recording: ``/var/log/kv.jsonl``, ``/var/log/kv.jsonl,calls``, or ``{"path": ..., "calls": true}``.
+    """Options of a recording: ``/var/log/kv.jsonl``, ``/var/log/kv.jsonl,calls``, or an object.
 
     Attributes:
         path: absolute path of the file for a trace of the engine's requests (`record.Recorder`).
@@ -148,31 +146,30 @@ class VLLMOptions:
 
     Attributes:
         ram: the RAM pool.
-        policy: a name, ``module:Class`` or ``path/to/file.py:Class``. It can be imported.
+        policy: a name, ``module:Class`` or ``path/to/file.py:Class``.
         admission: name and parameters of an admission rule.
         store: ``on-compute`` or ``on-device-eviction``.
         verify: ``always``, ``tiers`` or ``never``. None: ``always`` for a shared pool, otherwise ``tiers``.
         prompt_only: True to store only blocks of the prompt. True is also vLLM's default.
-        blocks_per_chunk: number of engine blocks in a block of kvoffload; None if not given. vLLM reads this
-            option, too, and its configuration has the resolved value.
+        blocks_per_chunk: number of engine blocks in a block of kvoffload; None if not given.
+            `EngineFacts.blocks_per_chunk` is the value that the engine uses.
         tokens_per_chunk: number of tokens in a block of kvoffload (option ``block_size``), as an alternative
             to `blocks_per_chunk`.
         self_describing_events: True to include the tokens of the blocks in KV events.
         tiers: the tiers behind RAM, from the fastest to the slowest.
         tier_deadline_s: the longest time that a request waits for tiers.
-        recompute_tokens_per_s: the engine's prefill speed; None if unknown. If it is known, blocks are not
-            read from a tier when it would be faster to compute them.
+        recompute_tokens_per_s: the engine's prefill speed; None if unknown. If the speed is known, a tier is
+            not read when computing the blocks would be faster.
         audit: options of the audit, which compares stored blocks with computed blocks; None: no audit.
             Audited requests are computed although RAM holds their blocks.
         record: a trace of the engine's requests, and the calls of RAM's manager; None: no recording.
-        record_max_bytes: size limit of the trace. It is also the size limit of all parts of the recorded
-            calls together.
+        record_max_bytes: size limit of the trace, and a separate limit of the same size for the calls.
         live_settings: absolute path of a JSON file with options that can change while the engine runs; None:
             no file.
-        tenants: quotas of tenants in bytes of RAM; None: no quotas.
+        tenants: quotas of tenants in bytes of RAM and of tiers; None: no quotas.
         what_if: settings of RAM whose hit ratios are estimated on a sample of the blocks.
-        what_if_sample: the sample has one block of this many blocks. None: the default, which is one block of
-            192 for blocks of 16 tokens.
+        what_if_sample: the sample has one of this many blocks. None: the default, which is one of 192 for
+            blocks of 16 tokens.
     """
 
     ram: Ram
@@ -223,11 +220,10 @@ _WHY = {
     "secondary_tiers": "; give the tiers behind RAM as tiers",
     "canonical_layout": "; blocks keep the engine's layout",
 }
-"""Mapping: option of vLLM's own specifications -> text for the message: the reason why it allows only the
-values in `_ALLOWED_VLLM_VALUES`."""
+"""Mapping: option of vLLM's own specifications -> end of the message for a value that is not allowed."""
 
 _READ_BY_VLLM = ("sync_load_budget_bytes", "enable_telemetry", "tier_poll_interval_s", "backpressure")
-"""Options that some version of vLLM's own connector or tiers reads. We accept and ignore them."""
+"""Options of vLLM's own connector and tiers, of any version. We accept and ignore them."""
 
 _ALSO_KNOWN = (*_ALLOWED_VLLM_VALUES, *_READ_BY_VLLM, "store_threshold", "max_tracker_size", "config")
 NAMES = tuple(sorted({*option_names(VLLMOptions), *VLLMS_NAMES, *_ALSO_KNOWN}))
@@ -235,7 +231,7 @@ NAMES = tuple(sorted({*option_names(VLLMOptions), *VLLMS_NAMES, *_ALSO_KNOWN}))
 
 
 def parse_options(extra_config: Mapping[str, Any]) -> VLLMOptions:
-    """Check the options in ``kv_connector_extra_config``, which may have vLLM's names or ours.
+    """Parse and check the options in ``kv_connector_extra_config``, under vLLM's names or ours.
 
     Numbers may be text, sizes may have a unit, and switches are true or false. If an option is given under
     both names, the values must be equal.
@@ -304,7 +300,7 @@ def _wrong_tenants(options: VLLMOptions) -> Iterator[ConfigError]:
 
 
 def _wrong_in_engines(tiers: Iterable[TierOptions]) -> Iterator[ConfigError]:
-    """Yield the problems of tiers that a replay would accept but an engine refuses."""
+    """Yield the problems of tier options that a replay accepts and an engine refuses."""
     used_paths = set[str]()
     for number, tier in enumerate(tiers):
         for path in getattr(tier, "path", ()):
@@ -325,10 +321,7 @@ def _wrong_in_engines(tiers: Iterable[TierOptions]) -> Iterator[ConfigError]:
 
 
 def _with_vllms_threshold(given: dict[str, Any]) -> tuple[dict[str, Any], list[ConfigError]]:
-    """Convert ``store_threshold`` and ``max_tracker_size`` to the admission rule ``reuse``.
-
-    Also returns the problems found.
-    """
+    """Convert ``store_threshold`` and ``max_tracker_size`` to the rule ``reuse``. Also returns problems."""
     problems, rule = list[ConfigError](), given.get("admission")
     threshold = tracker = None
     try:

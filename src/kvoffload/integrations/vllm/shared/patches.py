@@ -20,11 +20,7 @@ T = TypeVar("T")
 
 
 def take_over(ours: type[T], made: object) -> T:
-    """Return an object of class `ours` that has the attributes of the object `made`.
-
-    `ours` must be a subclass of the class of `made`. vLLM's connector creates its own class of scheduler
-    side, and has no option for another class.
-    """
+    """Return an object of class `ours`, a subclass of the class of `made`, with the attributes of `made`."""
     taken = ours.__new__(ours)
     vars(taken).update(vars(made))
     return taken
@@ -46,12 +42,12 @@ def watch_evictions(block_pool: Any, notify: Callable[[int, Any], None]) -> None
 def name_failed_loads(connector: Any | None, worker: KVOffloadWorker) -> bool:
     """Patch the connector of this process so that it reports failed loads to vLLM.
 
-    vLLM's connector assumes that loads succeed. vLLM's engine handles reported failures by
-    ``kv_load_failure_policy``: ``recompute`` computes the request again; ``fail``, vLLM's default, ends the
-    request with an error. The engine continues in both cases.
+    vLLM's connector assumes that loads succeed. If a failure is reported, vLLM's engine continues, and
+    ``kv_load_failure_policy`` decides: ``recompute`` computes the request again; ``fail``, vLLM's default,
+    ends the request with an error.
 
-    Returns False if `connector` is None. The caller must then report a failed load as a failed job. A failed
-    job stops the engine; without it the engine would compute with missing bytes.
+    Returns False if `connector` is None. The caller must then report failed loads as failed jobs, which stop
+    the engine. Otherwise the engine would compute with missing bytes.
     """
     if connector is None:
         logger.warning("kvoffload: this engine cannot report failed loads; it stops if a load fails")
@@ -69,9 +65,9 @@ def name_failed_loads(connector: Any | None, worker: KVOffloadWorker) -> bool:
 
 
 def own_connector(group: Any, spec: Any) -> Any | None:
-    """Return the connector of this process that uses the specification `spec`, or None.
+    """Return the connector that uses the specification `spec`, or None.
 
-    `group`: the connector of the process. It may combine several connectors; all of them are searched.
+    `group` is the connector of this process, which may combine several connectors.
     """
     for connector in (group, *getattr(group, "_connectors", ())):
         if getattr(getattr(connector, "connector_worker", None), "spec", None) is spec:

@@ -51,37 +51,33 @@ _PAGE = mmap.PAGESIZE
 _MAGIC_AT, _SLOTS, _PART_BYTES, _PARTS, _MEMBERS, _HAS_FAILED, _IS_ALLOCATED, _FIRST_MEMBER = range(8)
 """Positions of words in the header.
 
-From `_FIRST_MEMBER` on, there is one word for each process. It is 0 until the process attaches, then holds
-the pid and state bits.
+From `_FIRST_MEMBER` on, each process has a word: 0 until the process attaches, then pid and state bits.
 """
 _IS_READY, _HAS_NO_MEMORY = np.uint64(1 << 62), np.uint64(1 << 63)
 _POLL_S = 0.02
 EQUAL, CLOSE, UNJUDGED, DIFFERENT = 1, 2, 3, 4
-"""Results of an audit of a block.
-
-A larger number is more serious. 0 means that the block was not compared.
-"""
+"""Results of an audit of a block, the most serious last. 0 means that the block was not compared."""
 FINDING = np.dtype(
     [("result", np.uint8), ("group", np.uint8), ("tensor", np.uint16), ("difference", np.float32)]
 )
-"""Record of a block's audit: the result, and the largest difference with its KV group and tensor."""
+"""Record of a block's audit: the result, the largest difference, and the KV group and tensor that have it."""
 
 
 class SharedPool:
     """Slots of blocks in shared memory, with checksums and marks of failed copies.
 
-    A slot has a *part* for each worker. Only this worker writes the part. With MLA, however, all workers hold
-    the same bytes, so a slot has a single part that all of them write. The first process to attach creates
-    the pool and sets the geometry. Later processes must use the same geometry.
+    A slot has a *part* for each worker, which only this worker writes. If all workers hold the same bytes
+    (MLA under tensor parallelism), a slot has a single part, which one worker writes and all workers read.
+    The first process to attach creates the pool and sets the geometry. Later processes must use the same
+    geometry.
 
     Attributes:
         num_slots, num_parts, part_bytes: geometry.
         slot_stride: bytes from one slot to the next.
         checksums: ``(num_parts, num_slots)`` uint64, written by the workers; 0 if there is no checksum.
         failed: ``(num_parts, num_slots)`` uint8; 1 for a part that a worker could not copy. A worker sets the
-            mark before it reports the job (`fail`). Only the scheduler clears marks (`take_failed`), after
-            all workers have reported the job. With MLA, a worker could otherwise clear the mark of another
-            worker.
+            mark (`fail`) before it reports the job. Only the scheduler clears marks (`take_failed`), after
+            all workers have reported the job.
         findings: ``(num_parts, num_slots)`` of `FINDING`: results of audits. A worker writes findings before
             it reports the job. The scheduler clears findings (`take_findings`). If engines share the pool,
             each engine has its own findings, because two engines may audit one slot at the same time.
@@ -127,10 +123,10 @@ class SharedPool:
             part_bytes: bytes that this process needs in each part.
             capacity_bytes: memory for slots, all parts together.
 
-        Raises `ConfigError` if there is not enough memory, if another engine uses the pool, or if another
+        Raises: `ConfigError` if there is not enough memory, if another engine uses the pool, or if another
         user of the machine has created a file with our name.
-        Cost: a worker allocates its memory in this call (`first_touch.take`). If memory ran out at a later
-        access, the kernel would kill the process.
+        Cost: a worker allocates its memory in this call (`first_touch.take`), because the kernel would kill
+        a process that runs out of memory later.
         """
         digest = hashlib.sha256(engine_id.encode()).hexdigest()[:16]
         with locked(directory):
@@ -161,13 +157,12 @@ class SharedPool:
     ) -> SharedPool:
         """Find or create the slots of a pool that several engines share. Arguments and errors as in `attach`.
 
-        The first process allocates all memory. Other processes wait for the allocation, up to `ALLOCATION_S`
-        seconds. The header has no words for members, because the pool's directory counts the processes.
+        The first process allocates all memory. Other processes wait for the allocation.
 
         Args:
             node_pool: this engine's membership in the pool.
 
-        Raises: `UnavailableError` if another process holds the file's lock for longer.
+        Raises: `UnavailableError` if the wait takes longer than `ALLOCATION_S` seconds.
         """
         path = node_pool.path / SLOTS
         with locked(path.parent.parent):
@@ -207,10 +202,7 @@ class SharedPool:
 
     @classmethod
     def _make(cls, path: Path, geometry: tuple[int, int, int], num_members: int) -> SharedPool:
-        """Create the file.
-
-        The file has a temporary name until it is complete, because the process may be killed in between.
-        """
+        """Create the file under a temporary name, and rename the complete file to `path`."""
         num_slots, part_bytes, num_parts = geometry
         _, _, num_bytes = _sizes(num_slots, num_parts, part_bytes)
         _check_memory(path.parent, num_bytes)
@@ -244,8 +236,8 @@ class SharedPool:
     def wait_for_workers(self, timeout_s: float) -> bool:
         """Wait until every worker has allocated its memory. Returns False on time-out.
 
-        Call this method before the first access to slots of other workers. An earlier access would allocate
-        the slots on the wrong NUMA node.
+        Call this method before the first access to parts of other workers. An earlier access would allocate
+        their memory on the wrong NUMA node.
 
         Raises: `ConfigError` if a worker could not allocate its memory.
         """
@@ -282,8 +274,8 @@ class SharedPool:
         Args:
             part: number of the worker.
             slots: slots of the blocks.
-            digests: digests of the blocks' keys. They seed the checksums, so that the checksum of a block in
-                a wrong slot does not match.
+            digests: digests of the blocks' keys. They seed the checksums, so that `verify` detects a block
+                in a wrong slot.
         """
         self.checksums[part, slots] = self._compute(part, slots, digests)
 
@@ -304,7 +296,7 @@ class SharedPool:
         """Return a mask of the failed slots, and clear the marks. Returns None if no worker has ever failed.
 
         The scheduler calls this method when a job has ended in all workers. If the scheduler drops a job, the
-        job's marks stay. The next job that uses a marked slot then counts its block as failed.
+        marks stay. The next job that uses a marked slot then counts its block as failed.
         """
         if not self._header[_HAS_FAILED]:
             return None

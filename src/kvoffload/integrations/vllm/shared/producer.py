@@ -1,8 +1,8 @@
-"""The configuration that determines the bytes of KV blocks, as a flat mapping.
+"""The settings of vLLM that determine the bytes of KV blocks, as a flat mapping.
 
-Translates vLLM's configuration into a part of a producer's fingerprint. `producer_table` lists the fields
-that do not change the bytes. Every other field is *bound*: it is part of the fingerprint. Does not know
-weights (`kvoffload.model.weights`), tiers or versions.
+The mapping is part of the fingerprint of a producer, which is an engine that computes blocks.
+`producer_table` lists the fields of vLLM's configuration that do not change the bytes. Every other field is
+*bound*: it is part of the mapping. Does not know weights (`kvoffload.model.weights`), tiers or versions.
 """
 
 from __future__ import annotations
@@ -41,16 +41,15 @@ _DEEPEST = 12
 _LIBRARIES = ("torch", "flashinfer-python", "triton")
 
 GIVEN: ContextVar[Any] = ContextVar("kvoffload_vllm_configuration", default=None)
-"""vLLM's configuration while a `KVOffloadConnector` is constructed; otherwise None."""
+"""vLLM's configuration while the constructor of `KVOffloadConnector` runs; otherwise None."""
 
 
 def find_configuration(spec: Any, engine_id: str) -> Any:
-    """Return vLLM's configuration of the engine whose specification is being constructed; None if unknown.
+    """Return vLLM's configuration of the engine `engine_id`; None if it is not found.
 
-    Call this function from the specification's constructor. vLLM 0.25 passes the configuration to the
-    specification; later versions pass it only to the connector. So this function also searches the local
-    variables on the call stack, which includes the connector's constructor. Configurations of other engines
-    are ignored.
+    Call this function from the constructor of the specification `spec`. vLLM 0.25 passes the configuration to
+    this constructor. Later versions pass it only to the connector, whose constructor creates the
+    specification. So this function also searches the local variables on the call stack.
     """
     candidates: list[Any] = [getattr(spec, "vllm_config", None), GIVEN.get()]
     frame = sys._getframe(1)
@@ -85,10 +84,10 @@ def why_not_kept(vllm_config: Any, *, sees_requests: bool, are_named: bool) -> s
     """Return the reason why tiers cannot keep this engine's blocks for later processes; "" if there is none.
 
     Args:
-        sees_requests: True if the connector sees every request, and keeps requests with an adapter from
-            the tiers.
-        are_named: True if the user has named the weights for this tier (`identity` or `salt`). The user is
-            then responsible for the name.
+        sees_requests: True if the connector sees every request. It then uses no tiers for requests with a
+            LoRA adapter.
+        are_named: True if the user has named the weights for this tier (`identity` or `salt`). The user must
+            then change the name whenever the weights change.
     """
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         return "with calculate_kv_scales the scales of the KV cache depend on the first request of a process"
@@ -105,10 +104,7 @@ def why_not_kept(vllm_config: Any, *, sees_requests: bool, are_named: bool) -> s
 
 
 def draft_model(vllm_config: Any) -> str:
-    """Return the name or path of the draft model, or "".
-
-    The result is "" if there is no draft model, or if the draft is part of the main model.
-    """
+    """Return the name or path of the draft model; "" if there is none, or if the main model contains it."""
     speculative = getattr(vllm_config, "speculative_config", None)
     if speculative is None or getattr(speculative, "method", None) in _NO_DRAFT:
         return ""
@@ -126,10 +122,7 @@ def commit_of(model_config: Any) -> str:
 
 
 def _section(name: str, config: Any) -> Plain:
-    """Return the fields of a section of vLLM's configuration.
-
-    Secrets, and fields without effect on KV, are left out.
-    """
+    """Return the bound fields of a section of vLLM's configuration, without secrets."""
     if config is None:
         return None
     without = {field for names in WITHOUT_EFFECT.get(name, {}).values() for field in names.split()}

@@ -1,4 +1,4 @@
-"""Tiers behind an engine's RAM pool: the identity of the producer, and the tiers' view of the pool."""
+"""Tiers behind an engine's RAM pool: fingerprints of the engine, and the tiers' access to the pool."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ from kvoffload.transfer import Blocks
 from kvoffload.transfer.engine import cpu_capability
 
 USUAL_KEY_BYTES = 36
-"""Bytes of a key: a SHA-256 hash, and the number of the KV group. With another hash algorithm, the engine's
-first key determines the length."""
+"""Bytes of a key: a SHA-256 hash and the number of the KV group. Other hash algorithms give other lengths."""
 _NAMES_OF_WEIGHTS = ("model_weights", "revision")
 """Fields of vLLM's ``ModelConfig`` that name weights. Shared tiers identify weights by content instead."""
 _SLOT_LAYOUT = 1
@@ -44,9 +43,8 @@ class Producer:
     Attributes:
         identity: see `EngineFacts.identity`.
         configuration: result of `kv_configuration`.
-        weights: for each model whose KV is in blocks, its name or path and its hub commit. The main model
-            comes first.
-        not_kept: function that takes `are_named` and returns the result of `why_not_kept`.
+        weights: name or path, and hub commit, of the main model and of the draft model, if there is one.
+        not_kept: `why_not_kept` of this engine, as a function of `are_named`.
     """
 
     identity: Mapping[str, Any]
@@ -230,7 +228,7 @@ def shared_fingerprint(producer: Producer, name: str) -> str:
 
 
 def cpu_instructions() -> str:
-    """Return this CPU's instruction set. The layout of KV pages depends on it: AMX packs keys."""
+    """Return this CPU's instruction set. On a CPU, the layout of KV pages depends on it."""
     torch = sys.modules.get("torch")
     has_amx = getattr(getattr(torch, "cpu", None), "_is_amx_tile_supported", bool)()
     return cpu_capability() + (" with AMX" if has_amx else "")

@@ -1,10 +1,9 @@
-"""The differences between vLLM 0.25 and 0.33. No other file knows versions.
+"""The differences between vLLM 0.25 and 0.33 that need code, such as the facts about an engine and events.
 
-Most differences need no code. We always define the methods that only some versions call (`get_load_source`,
-`lock`, `on_reset_flushed`, `config_info`). We give defaults to the parameters that only some versions pass
-(``expedited``, ``req_context``). tests/vllm_interfaces/signatures.json lists every form of every interface.
-tests/vllm_interfaces/test_versions.py checks our classes against this list. This file contains the
-differences that do need code: how to read the facts about an engine, and how to name the media of events.
+Most differences need no code. Our classes always define the methods that only some versions call
+(`get_load_source`, `lock`, `on_reset_flushed`, `config_info`), and give defaults to the parameters that only
+some versions pass (``expedited``, ``req_context``). tests/vllm_interfaces/signatures.json lists every form of
+every interface; tests/vllm_interfaces/test_versions.py checks our classes against the list.
 """
 
 from __future__ import annotations
@@ -73,10 +72,7 @@ class EngineFacts:
 
 
 def engine_facts(spec: Any, vllm_version: str = "") -> EngineFacts:
-    """Return the facts about a specification's engine. Call this after vLLM's base constructor.
-
-    Since 0.26 the specification's ``config`` has the facts; in 0.25 two configurations of vLLM have them.
-    """
+    """Return the facts about a specification's engine. Call this after vLLM's base constructor."""
     config = getattr(spec, "config", None)
     if config is None:
         return _facts_of_0_25(spec, vllm_version)
@@ -105,10 +101,9 @@ def engine_facts(spec: Any, vllm_version: str = "") -> EngineFacts:
 
 
 def facts_with_chunks(spec: Any, facts: EngineFacts, blocks_per_chunk: int | None) -> EngineFacts:
-    """Return the facts with the user's number of blocks in a chunk.
+    """Apply the option ``blocks_per_chunk`` to the facts and, for vLLM 0.25, to the specification.
 
-    Since 0.26 vLLM reads this option itself. 0.25 has only ``block_size`` in tokens. So for 0.25 this
-    function also changes the specification.
+    vLLM 0.26 and later read this option themselves. 0.25 has only ``block_size`` in tokens.
     """
     if blocks_per_chunk is None or getattr(spec, "config", None) is not None:
         return facts
@@ -119,9 +114,9 @@ def facts_with_chunks(spec: Any, facts: EngineFacts, blocks_per_chunk: int | Non
 def fences_come_late(vllm_config: Any, kv_cache_config: Any, version: str) -> bool:
     """Return True if this engine may overwrite a block before it waits for the stores that read the block.
 
-    A step waits for stores in ``handle_preemptions``. vLLM's model runner V1 calls this method before the
-    step writes to newly allocated blocks. Model runner V2 first zeroes these blocks and makes copy-on-write
-    copies (docs/upstream.md, "Fences before writes"). Only models that need zeroing have such early writes.
+    A step waits for stores in ``handle_preemptions``. Model runner V1 calls this method before it writes to
+    newly allocated blocks. For models that need zeroing, model runner V2 first zeroes these blocks and makes
+    copy-on-write copies (docs/upstream.md, "Fences before writes").
 
     If a setting is unknown, the result is True. The cost of a wrong True is a few blocks that are not stored.
     """
@@ -134,15 +129,12 @@ def fences_come_late(vllm_config: Any, kv_cache_config: Any, version: str) -> bo
 
 
 def caches_uncomputed(vllm_config: Any) -> bool:
-    """Return True if this engine may cache blocks that it does not compute (docs/upstream.md)."""
+    """Return True with priority scheduling: vLLM may then cache uncomputed blocks (docs/upstream.md)."""
     return str(getattr(getattr(vllm_config, "scheduler_config", None), "policy", "")) == "priority"
 
 
 def warn_of_seeds(version: str) -> None:
-    """Log a warning if every process hashes keys with its own seed.
-
-    Processes then cannot use each other's blocks.
-    """
+    """Log a warning if each process has its own hash seed: later processes do not find its blocks."""
     number = minor(version)
     if number is not None and number < SINCE_STEADY_KEYS and os.getenv("PYTHONHASHSEED") is None:
         logger.warning(
@@ -191,15 +183,14 @@ def _replica(parallel: Any, index: str) -> str:
 
 
 RAM = "CPU"
-"""The medium of events about RAM, in our events and in vLLM's."""
+"""Name of RAM as the medium of an event."""
 
 
 def events(base: Any, keys: list[bytes], removed: bool, medium: str = RAM) -> list[Any]:
     """Return a list with vLLM's event for blocks that were added to a medium or removed from it.
 
-    If vLLM's events have no owner field, the list for a shared tier is empty, because vLLM would interpret a
-    removal from the tier as a removal from RAM. The media in vLLM's events are names in 0.25 and 0.26, and
-    enum members in later versions.
+    The list is empty for a shared tier if this version's events have no field ``ownership``: vLLM would
+    interpret a removal from the tier as a removal from RAM.
 
     Args:
         base: ``vllm.v1.kv_offload.base``.

@@ -1,8 +1,8 @@
 """Compares blocks that the engine has just computed with the stored blocks.
 
 Owns the comparison and its thread; `transfer.difference` defines the limits. Reads the engine's tensors
-directly, not through the copies of stores. So it also detects blocks that a store has damaged. Does not know
-keys, and discards no blocks.
+itself, without the code that copies stores, so that it detects errors of this code, too. Does not know keys,
+and discards no blocks.
 """
 
 from __future__ import annotations
@@ -85,11 +85,10 @@ class Auditor:
         stored: Blocks,
         value_type: str | None,
     ) -> None:
-        """Compare the computed and stored bytes of a region, and update the finding of its block.
-
-        The finding keeps the worst result so far, and the largest difference with its place.
+        """Add the difference between the computed and stored bytes of a region to the block's `finding`.
 
         Args:
+            finding: worst result so far, and largest difference so far with its place.
             place: KV group and tensor of the region.
             value_type: dtype of the values. If None, the result is `UNJUDGED`.
         """

@@ -1,8 +1,7 @@
 """Copies between tensors on a device and the pool, by vLLM's own kernels and streams.
 
 Owns the pinning of the pool, and the views of the pool for vLLM's copies. vLLM owns the transfers
-(``vllm/v1/kv_offload/cpu/gpu_worker.py``, as of 0.32). `versions.fences_come_late` explains the order of
-fences and writes in vLLM's model runners.
+(``vllm/v1/kv_offload/cpu/gpu_worker.py``, as of 0.32).
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ PIN_AT_ONCE_BYTES = 64 * 2**30
 class DeviceCopies:
     """Copies of tensors on a CUDA device, or another device that vLLM's kernels support.
 
-    Transfers of one direction run in order. A transfer waits for the previous transfer, and for the work that
-    the engine had submitted to the device before this transfer.
+    A transfer begins after the previous transfer of the same direction, and after the work that the engine
+    has submitted to the device earlier.
     """
 
     def __init__(self, kv_caches: Any, layout: Layout, pool: SharedPool, part: int) -> None:
@@ -132,7 +131,7 @@ def views_of(pool: SharedPool, part: int, layout: Layout, page_bytes: Sequence[i
 
 
 def _pin(pool: SharedPool) -> list[int]:
-    """Pin the slots. Returns the addresses to unpin; none if pinning fails, which makes copies slower."""
+    """Pin the slots. Returns the addresses to unpin; none if pinning fails: copies are then slower."""
     address, num_bytes, began = pool.address, pool.num_slots * pool.slot_stride, time.monotonic()
     step = max(1, PIN_AT_ONCE_BYTES // pool.slot_stride) * pool.slot_stride
     pinned: list[int] = []

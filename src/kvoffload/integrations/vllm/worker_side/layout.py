@@ -95,9 +95,9 @@ class Layout:
         """Yield the copies of a transfer.
 
         Args:
-            engine: vLLM's ``GPULoadStoreSpec``: the blocks of all groups in order. For each group it has the
-                number of blocks, and the index of the first block in the request, because a transfer may
-                begin in the middle of a chunk.
+            engine: vLLM's ``GPULoadStoreSpec``: the blocks of all groups in order, and for each group the
+                number of blocks and the index of its first block in the request. A transfer may begin in
+                the middle of a chunk.
             slots: the slots of the chunks of all groups, in the same order.
 
         Raises `ValueError` if the numbers of blocks and slots do not match, or a slot is negative.
@@ -131,10 +131,7 @@ class Layout:
 
 
 def _offsets(sizes: Sequence[int], groups: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
-    """Return the offset of each tensor.
-
-    It is the lowest offset at which the tensor overlaps no earlier tensor with which it shares a group.
-    """
+    """Return the offset of each tensor: the lowest at which it overlaps no earlier tensor of its groups."""
     members = [{tensor for tensor, _ in group} for group in groups]
     starts: list[int] = []
     for tensor, size in enumerate(sizes):

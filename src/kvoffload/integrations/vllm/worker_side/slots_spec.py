@@ -23,11 +23,11 @@ class SlotsSpec(CPULoadStoreSpec):
 
     Attributes:
         block_ids: slots, int32; -1 for an absent block.
-        digests: digests of the keys. None unless the message is for a store with checksums.
-        num_slots: for each KV group that has slots, their number, in order of the groups. None unless the
-            message is for a store and a slot holds several engine blocks.
-        audited: mask of the slots that a store must not write, but only compare with the engine's blocks.
-            None: the store writes all slots.
+        digests: digests of the keys, for a store with checksums; otherwise None.
+        num_slots: number of slots of each KV group that has slots, in order of the groups. Only for a store,
+            and only if a slot holds several engine blocks; otherwise None.
+        audited: mask of the slots that a store must compare with the engine's blocks instead of writing
+            them. None: the store writes all slots.
     """
 
     def __init__(
@@ -56,12 +56,10 @@ def without_torn_groups(
 ) -> tuple[Any, SlotsSpec, SlotArray]:
     """Remove KV groups with incomplete chunks from a store.
 
-    Returns the remaining blocks, the remaining slots, and the removed slots. Removed slots that are only
-    audited are not returned.
+    Returns the remaining blocks, the remaining slots, and the removed slots that were to be written.
 
-    The first blocks of a chunk may have left the sliding window before the store. vLLM then stores only the
-    other blocks of the chunk. The rest of the slot would keep old bytes, which a later load would return. If
-    blocks in the middle are missing, later blocks would be stored at wrong offsets.
+    A chunk is incomplete if some of its blocks have left the sliding window. If the chunk were stored, part
+    of its slot would keep old bytes, or blocks would be stored at wrong offsets.
     """
     if slots.num_slots is None:
         return engine, slots, slots.block_ids[:0]

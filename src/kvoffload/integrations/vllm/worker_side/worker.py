@@ -1,4 +1,4 @@
-"""The worker side: runs transfers, computes checksums of stored blocks, and contains failures.
+"""The worker side: runs transfers, computes checksums of stored blocks, and handles failed jobs.
 
 Owns the jobs of one worker. Does not choose blocks, and knows only the digests of keys.
 """
@@ -44,9 +44,9 @@ class _Job:
 class KVOffloadWorker(OffloadingWorker):
     """Transfers between this worker's tensors and its part of the pool.
 
-    vLLM's connector stops the engine if a job is reported as failed. So a failed job marks its slots in the
-    pool, and is reported as successful. The scheduler then forgets the blocks of marked slots. For failed
-    loads, `take_failed_loads` also returns the job, so that vLLM computes the request again (`patches`).
+    vLLM's connector stops the engine if a worker reports a failed job. So the worker marks the slots of a
+    failed job in the pool, and reports the job as successful. The scheduler then forgets the blocks of marked
+    slots. `take_failed_loads` returns failed loads, so that vLLM computes their requests again (`patches`).
 
     Args:
         blocks_per_chunk: engine blocks in a slot.
@@ -154,11 +154,7 @@ class KVOffloadWorker(OffloadingWorker):
                 self._drop(job)
 
     def _wait_for_audit(self, job: _Job) -> None:
-        """Wait for the comparison.
-
-        If fences come late, the result is discarded, because the engine may have changed blocks during the
-        comparison.
-        """
+        """Wait for the audit. If fences come late, discard its result: the engine may have changed blocks."""
         if job.auditing is not None and not job.auditing.done():
             job.auditing.exception()
             if self.fences_come_late:
