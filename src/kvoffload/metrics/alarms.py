@@ -17,11 +17,8 @@ RUNBOOK: Final = "docs/operations.md"
 _PREFIX = "PREFIX_"
 """Placeholder in expressions for the prefix of the metrics."""
 _SCOPE = "job, namespace, model_name, manager"
-"""Labels that do not change when an engine is restarted.
-
-An expression that is grouped by these labels sums over instances and engines. A missing label counts as
-empty.
-"""
+"""Labels that do not change when an engine is restarted. An expression that is grouped by these labels sums
+over instances and engines. A missing label counts as empty."""
 _ENGINE = f"instance, engine, {_SCOPE}"
 
 
@@ -111,9 +108,8 @@ def _grew(counter: str, period: str) -> str:
     """Return PromQL that is true if a counter grew in the period, or first appeared with a value above 0.
 
     vLLM exports no counter before the engine's first step, so `increase` misses the events of that step. The
-    second condition finds them: the counter is above 0, and in the 6 hours before the period it had either no
-    sample or a larger value. (A larger value means a restart.) If scrapes fail for up to 6 hours, the same
-    condition prevents a second alarm for old events.
+    second condition finds them: the counter is above 0, and in the 6 hours before the period it had no
+    sample, or a larger value because the engine was restarted since.
     """
     return (
         f"increase(PREFIX_{counter}[{period}]) > 0\n"

@@ -41,12 +41,12 @@ class Collector:
     A `KVCache` calls `count` and `update` itself: ``Collector(cache, name="chat")`` is enough.
 
     ``kvoffload metrics --source library`` lists the metrics. A registry accepts one `Collector`, so each
-    manager of a process needs its own registry at its own address. The label identifies the manager in
-    Prometheus, even after a restart at another address.
+    manager of a process needs its own registry and HTTP address.
 
     Args:
         manager: a manager, or the cache of `kvoffload.open`.
-        name: value of the label ``manager``.
+        name: value of the label ``manager``, which identifies the manager even after a restart at another
+            address.
 
     Thread: call `update` and `count` on the scheduler's thread, like all methods of the manager. `collect`
     may run on any thread, at any time. A scrape never calls the manager or a tier: it returns the values of

@@ -71,11 +71,10 @@ TENANT_COUNTERS = {
     "tenant_evicted_blocks": "With tenants: blocks of the tenant that were evicted.",
 }
 TENANT_GAUGES = {"tenant_held_blocks": "With tenants: blocks of the tenant in RAM, readable or being stored."}
-"""Metrics with the label ``tenant``. Its values are the tenants with a quota, and ``other`` for all other
-tenants.
+"""Metrics with the label ``tenant``: the name of a tenant with a quota, or ``other`` for all other tenants.
 
-If the engines of a shared pool have shares, the label's values are ``own`` (this engine), ``others`` (other
-running engines) and ``ended`` (ended engines).
+If the engines of a shared pool have shares, the label is ``own`` (this engine), ``others`` (other running
+engines) or ``ended`` (ended engines).
 """
 TENANT_TIER = "tenant_tier_held_blocks"
 WHAT_IF_RATIO, WHAT_IF_GAIN = "what_if_hit_ratio", "what_if_gain"
@@ -85,7 +84,7 @@ WHAT_IF = {
     WHAT_IF_GAIN: "With what_if: estimated hit ratio minus that of the current setting, by setting.",
     "what_if_gain_error": "With what_if: half the width of the gain's 95 % interval, by setting.",
 }
-"""Gauges with the label ``setting``, such as ``current`` or ``policy=hazard``."""
+"""Gauges with the label ``setting``: ``current``, or a setting to try, such as ``policy=hazard``."""
 NOT_PROMOTED = "not_promoted_blocks"
 NOT_OFFERED = "not_offered_blocks"
 NOT_PROMOTED_REASONS = {

@@ -42,7 +42,7 @@ _TIER_FAULTS = ("failed", "mismatches", "timeouts", "errors")
 _FAULTS = ("verification_failures", "failed_load_blocks", "failed_store_blocks", "internal_errors")
 
 Key = tuple[str, str]
-"""Name of a metric without prefix, and the value of the metric's label or, if there is no label, ""."""
+"""Name of a metric without prefix, and the value of its label ("" for a metric without a label)."""
 
 
 @dataclass
@@ -147,16 +147,16 @@ class TenantShown:
 class EngineRates:
     """Rates of an engine in an interval, in blocks per second unless the name has another unit.
 
-    A rate is None unless the server reported the metric at the start and at the end of the interval. `faults`
-    are counts since the server's start.
+    A rate is None unless the server reported the metric at the start and at the end of the interval.
 
     Attributes:
         hit_ratio: hits in the interval, divided by the blocks looked up; None without lookups.
         ram_hits: hits that came from RAM.
+        capacity, ready, pinned, writing: blocks of RAM at the end of the interval.
+        faults: counts since the server's start.
         what_if: estimates for the current setting of RAM, then for each setting to try. Empty without the
             option ``what_if``.
-        tenants: tenants with quotas, most blocks first. If the engines of a shared pool have shares, the
-            engines are the tenants.
+        tenants: tenants with quotas, most blocks first. With shares in a shared pool, engines are tenants.
         is_restarted: True if a counter decreased, because the engine was restarted and counts from 0 again.
     """
 
