@@ -38,17 +38,17 @@ _HYBRID = {
     *("attn_layer_period", "attn_type_list", "full_attention_interval", "attn_layer_indices"),
     *("linear_attn_config", "full_attn_idxs", "block_types", "mamba_step", "mb_per_layer"),
 }
-"""Configuration keys of models in which only some layers have attention."""
+"""Configuration keys of models in which only some layers have attention. Refused without a list of layers."""
 _BESIDES = {
     *("index_head_dim", "compress_ratios"),
     *("global_head_dim", "num_global_key_value_heads", "swa_head_dim", "swa_num_key_value_heads"),
     *("attention_other_setting", "block_configs", "per_layer_config"),
 }
-"""Configuration keys of models that store more for a token than keys and values, or whose layers differ."""
+"""Configuration keys of models that are refused: they store more than keys and values, or layers differ."""
 _UNCLEAR_TYPES = {"longcat_flash"}
-"""Model types with two attentions in each layer. Their configurations count layers in two ways."""
+"""Model types that are refused: each layer has two attentions, so the number of layers is ambiguous."""
 _EXPANDED = {"minicpm3"}
-"""Model types whose latent vector is expanded to all heads before it is stored."""
+"""Model types with latent attention that nevertheless store keys and values of all heads."""
 _KV_HEADS = (
     *("n_head_kv", "num_key_value_heads", "num_kv_heads"),
     *("multi_query_group_num", "num_attention_groups"),
@@ -59,18 +59,18 @@ _ALLOWED = "allowed: a config.json, a directory with one, or a model in the Hugg
 def bytes_per_token(model: str, kv_cache_dtype: str = "auto") -> int:
     """Compute the KV bytes of one token, summed over all layers and heads.
 
-    Each head counts once, even if several ranks store it (`kv_heads`). The result equals vLLM's allocation
-    (tests/vllm/test_kv_bytes.py starts engines with seven kinds of attention). As with vLLM's ``auto``, a
-    32-bit model has a 16-bit cache. Layers with a sliding window count in full, because whole blocks are
-    offloaded. Layers with a state of constant size (Mamba, linear attention), and layers that use the keys
-    and values of an earlier layer (Gemma 3n), do not count.
+    The result equals vLLM's allocation (tests/vllm/test_kv_bytes.py starts engines with seven kinds of
+    attention). Each head counts once, even if several ranks store it (`kv_heads`). With ``auto``, a 32-bit
+    model has a 16-bit cache. Layers with a sliding window count in full, because whole blocks are offloaded.
+    Layers without KV of their own do not count: Mamba, linear attention, and layers that use the keys and
+    values of an earlier layer (Gemma 3n).
 
     Args:
         model: a ``config.json``, a directory with one, or the name of a model in the local cache of Hugging
             Face or in the built-in table.
         kv_cache_dtype: vLLM's option: one of `KV_CACHE_DTYPES`.
 
-    Raises: `ConfigError` that names the wrong option: ``model`` or ``kv-cache-dtype``.
+    Raises: `ConfigError` that names the option ``model`` or ``kv-cache-dtype``.
     """
     if kv_cache_dtype not in KV_CACHE_DTYPES:
         raise ConfigError("kv-cache-dtype", kv_cache_dtype, f"allowed: {', '.join(KV_CACHE_DTYPES)}")
@@ -162,7 +162,7 @@ def block_bytes(
 def _quantized_cache(place: Path, config: Mapping[str, Any]) -> str:
     """Return the dtype of the KV cache that a checkpoint of ModelOpt or llm-compressor sets, or "".
 
-    vLLM's ``auto`` follows this dtype. Older checkpoints store the dtype in ``hf_quant_config.json``, or in
+    vLLM's ``auto`` means this dtype. Older checkpoints store it in ``hf_quant_config.json``, or in
     ``compression_config``.
     """
     places = (config, _object(config, "text_config"))
@@ -219,10 +219,9 @@ def _of_config(model: str, config: Mapping[str, Any], number_bytes: int) -> int:
 
 
 def _numbers(model: str, text: Mapping[str, Any]) -> Callable[..., int]:
-    """Return a function that looks up a number in the configuration `text`.
+    """Return a function: keys -> the first positive integer under one of these keys of `text`.
 
-    The function tries several keys in order and returns the first positive integer, or its argument
-    `default`.
+    If there is none, the function returns its argument `default` or raises `ConfigError`.
     """
 
     def number(*names: str, default: int | None = None) -> int:
@@ -241,7 +240,7 @@ def _numbers(model: str, text: Mapping[str, Any]) -> Callable[..., int]:
 
 
 def _values_of_heads(model: str, text: Mapping[str, Any], number: Callable[..., int]) -> int:
-    """Return the number of values that a layer with ordinary attention stores for a token."""
+    """Return the number of values that a layer without latent attention stores for a token."""
     heads = number("num_attention_heads", "n_head")
     sizes = ("head_dim", "attention_head_dim", "hidden_size_per_head", "kv_channels")
     size = number(*sizes, default=number("hidden_size", "n_embd") // heads)

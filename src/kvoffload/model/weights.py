@@ -50,8 +50,8 @@ def weights_identity(model: str, download_dir: str = "") -> str:
         download_dir: a second cache, in which the engine stores weights; empty for none.
 
     Cost: the first call reads every file.
-    Raises: `ConfigError` if the weights are absent. Also if the cache has several revisions, because the
-    engine may use any of them.
+    Raises: `ConfigError` if the weights are absent, or if the cache has several revisions: the engine could
+    use any of them.
     """
     directory = Path(model)
     if model and directory.is_dir():
