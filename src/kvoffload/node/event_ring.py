@@ -19,7 +19,7 @@ class EventRing(EventSink):
 
     Args:
         file: the pool's state, with the ring buffer and the number of events.
-        contents: returns the keys of all ready blocks. Called if this engine has missed events.
+        contents: function that returns the keys of all ready blocks. Called if this engine missed events.
         key_bytes, block_size, medium: see `OffloadingManager`.
     """
 
@@ -31,7 +31,7 @@ class EventRing(EventSink):
         self._next = _UNKNOWN
 
     def ignore_earlier(self) -> None:
-        """Skip all events so far, because an engine that joins an empty pool does not need earlier events."""
+        """Skip all earlier events. Call this when the engine joins an empty pool."""
         self._next = self._numbers.num_events
 
     def add(self, keys: Keys, *, removed: bool) -> None:
@@ -48,8 +48,8 @@ class EventRing(EventSink):
     def take(self) -> list[OffloadingEvent]:
         """Return the events of all engines since the last call, in order.
 
-        If this engine has missed events, the result is different: a reset event, then an event with the
-        present contents. An engine that has joined a pool with blocks has missed events.
+        If this engine has missed events, return a reset event, then an event with the present contents. An
+        engine that has joined a pool with blocks has missed events.
         """
         words, stop = self._words, self._numbers.num_events
         start, self._next = self._next, stop

@@ -3,7 +3,7 @@
 Runs as a script. Imports neither this package nor numpy, so that the process needs only 9 MiB. Command-line
 arguments: the pool's directory, and the seconds between two checks.
 
-Also owns the byte locks and some words of the file ``members``.
+Also owns the byte locks of the file ``members``, and its two words for the keep time.
 """
 
 from __future__ import annotations
@@ -22,11 +22,8 @@ MEMBERS = "members"
 MAX_MEMBERS = 64
 """Limit of engines that use a pool at the same time. Each engine locks a byte of the file `MEMBERS`."""
 LAST_USED_AT, KEEP_AT = 2, 3
-"""Positions of two float64 words in the file `MEMBERS`.
-
-Word `LAST_USED_AT` is the time of the last use (`time.monotonic`). Word `KEEP_AT` is the number of seconds
-from the last use to the removal.
-"""
+"""Positions of two float64 words in the file `MEMBERS`: time of the pool's last use (`time.monotonic`), and
+its keep time, which is the number of seconds from the last use to the removal."""
 _KEEPER_BYTE = MAX_MEMBERS
 _LONGEST_INTERVAL_S = 5.0
 _FLOCK = "hhqqi4x"
@@ -46,7 +43,7 @@ def is_locked(fd: int, byte: int, count: int = 1) -> bool:
 
 
 def is_named(fd: int, path: str | Path) -> bool:
-    """Return True if this path still names this open file."""
+    """Return True if this path leads to this open file. False if the file was deleted or replaced."""
     try:
         return os.path.samestat(os.fstat(fd), os.lstat(path))
     except OSError:
@@ -101,7 +98,7 @@ def _is_over(fd: int) -> bool:
 
 
 def _remove(pool: str, fd: int) -> bool:
-    """Remove the pool and return True. Return False if a process has joined it, or holds the pools' lock."""
+    """Remove the pool and return True. Return False if a process uses it or holds the lock of all pools."""
     root, name = os.path.split(pool)
     path = os.path.join(root, f".{name.rsplit('-', 1)[0]}.lock")
     lock_fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

@@ -1,8 +1,6 @@
-"""A lock in shared memory.
+"""A lock in shared memory: a robust, process-shared mutex of the C library (Linux).
 
-If a process dies while it owns the lock, `try_lock` returns `OWNER_DIED` to the next owner.
-
-A robust, process-shared mutex of the C library (``pthread_mutexattr_setrobust``; Linux). An uncontended
+If a process dies while it owns the lock, `try_lock` returns `OWNER_DIED` to the next owner. An uncontended
 `try_lock` makes no system call.
 """
 
@@ -24,12 +22,9 @@ ACQUIRED, OWNER_DIED, BUSY, NEWS = 0, errno.EOWNERDEAD, errno.EBUSY, -1
 _CALLS_WITHOUT_NEWS = 16
 _ROBUST = _SHARED = 1
 _ERROR_CHECK = 2
-"""Type of a mutex that refuses a second lock by its owner. With the default type the owner would deadlock."""
+"""Mutex type: if the owner locks the mutex again, the call fails instead of waiting forever."""
 _SPINS = 200
-"""Attempts before a system call; together they take about 5 us.
-
-Most calls of a manager hold the lock for a shorter time.
-"""
+"""Attempts to lock before a system call; together they take 5 us, longer than most calls of a manager."""
 
 
 class Door(Struct):
@@ -95,19 +90,16 @@ class Mutex:
     def wait(self, timeout_s: float) -> int:
         """Wait for the lock, after `try_lock` has returned `BUSY`.
 
-        Returns `ACQUIRED`, `OWNER_DIED`, or `BUSY` after a time-out. `OWNER_DIED` means that this thread has
-        the lock, but the last owner died while holding it. The caller must then repair the state and call
-        `repaired`.
+        Returns `ACQUIRED`, `BUSY` after a time-out, or `OWNER_DIED`: this thread has the lock, but the last
+        owner died while it held the lock. The caller must then repair the state and call `repaired`.
         """
         return BUSY if timeout_s <= 0 else self._timed_lock(timeout_s)
 
     def holds(self) -> bool:
-        """Return True if this thread has the lock, False if another thread has it.
+        """Acquire the lock if it is free. Return True if this thread has the lock, False if another has it.
 
-        If the lock is free, this method acquires it.
-
-        Call this if a signal handler has raised an exception during `try_lock` or `wait`, so that their
-        result is lost. If this method returns True, the state may need a repair (`needs_repair`).
+        Call this method if a signal handler raised an exception during `try_lock` or `wait`, so that the
+        result was lost. After True, call `needs_repair`.
         """
         return self._timed_lock(0.0) in (ACQUIRED, OWNER_DIED, errno.EDEADLK)
 
@@ -130,11 +122,11 @@ class Mutex:
         return BUSY if result == errno.ETIMEDOUT else result
 
     def heard(self) -> None:
-        """Record that this process has handled all news so far."""
+        """Record that this process has handled all changes so far (`Door.news`)."""
         self._state.seen = int(self._state.news[0])
 
     def forget(self) -> None:
-        """Mark the news as unread, so that the next successful `try_lock` returns `NEWS`."""
+        """Make the next successful `try_lock` return `NEWS`."""
         self._state.seen = -1
 
     def repaired(self) -> None:

@@ -47,26 +47,18 @@ if TYPE_CHECKING:
 
 PATIENCE_S, RESET_PATIENCE_S = 0.05, 5.0
 """Longest wait for the lock, in seconds: `PATIENCE_S` in most calls, `RESET_PATIENCE_S` in rare calls such as
-`reset` and `close`. After a time-out, calls try the lock without waiting, until a call gets the lock.
-"""
+`reset` and `close`. After a time-out, calls do not wait, until a call has got the lock."""
 MOST_DEFERRED = 1000
-"""Limit of deferred reports of uses.
-
-It is needed because the next call that gets the lock executes all deferred reports, and other engines wait
-for the lock meanwhile.
-"""
+"""Limit of deferred reports of uses. The next call that gets the lock executes all of them, while other
+engines wait."""
 REPORT_S = 1.0
-"""Seconds without the lock before a warning is logged. Shorter waits are normal on a busy system."""
+"""Seconds without the lock after which a warning is logged. Shorter waits are normal on a busy system."""
 CHECK_S, GRACE_S = 0.5, 1.0
 """Interval of the checks for dead engines, and delay from an engine's end to the reuse of its slots, in
-seconds. The delay is needed because a device may still copy to the slots of an engine that has just ended.
-"""
+seconds. During the delay, a device may still copy to these slots."""
 _UNKNOWN = -1
 _BEFORE_A_CHANGE = (MisuseError, ValueError, TypeError)
-"""Exceptions for wrong arguments.
-
-A method raises them before it changes the state, so the pool need not be emptied.
-"""
+"""Exceptions for wrong arguments. Methods raise them before any change, so the pool stays consistent."""
 logger = logging.getLogger("kvoffload.node")
 
 
@@ -77,9 +69,9 @@ class NodeManager(OffloadingManager):
 
     - Another process may evict a block between `lookup` and `prepare_load`. `prepare_load` and `pin` then
       raise `GoneError`, and the caller must look the block up again. Pinned blocks are not evicted.
-    - A process that is stopped inside a call holds the lock. Calls of other processes then time out: `lookup`
-      returns MISS, and `prepare_store` returns None. Reports such as `complete_load` are deferred until a
-      later call gets the lock. Once `MOST_DEFERRED` calls are deferred, further reports of uses are lost.
+    - If a process is stopped inside a call, calls of other processes time out: `lookup` returns MISS, and
+      `prepare_store` returns None. Reports such as `complete_load` are deferred until a later call gets the
+      lock. Once `MOST_DEFERRED` calls are deferred, further reports of uses are lost.
     - If an engine ends without `close`, another member releases its pins and slots within seconds.
     - If an engine dies inside a call, the pool is emptied, because its state may be inconsistent.
     - `reset` empties the pool for all engines. Events and `stats` cover all engines; `counters` covers only
@@ -87,7 +79,7 @@ class NodeManager(OffloadingManager):
     - The admission rule of each engine counts only the engine's own requests.
     - Engines can have shares of the pool. A share protects an engine's blocks like the minimum quota of a
       tenant (`OffloadingManager.set_tenants`). An engine owns the blocks that it stores. Blocks of ended
-      engines are evicted first. If an engine loads such a block, the engine becomes its owner.
+      engines are evicted first, unless a running engine loads the block and thereby becomes its owner.
 
     Args:
         directory: the membership in the pool. `close` does not close it.
@@ -105,8 +97,8 @@ class NodeManager(OffloadingManager):
     0.5 to 1.5 us for up to 64 blocks, and up to 3 us for 1,024 blocks.
 
     Raises:
-        ConfigError: the policy is not compiled, or the shares of the running engines exceed the pool. Also
-            for a victim tier (`store`), because a victim tier follows a single device.
+        ConfigError: the policy is not compiled, the shares of the running engines exceed the pool, or
+            `store` demands a victim tier, which follows a single device.
         UnavailableError: ``/dev/shm`` is full, the pool has another version, or a process is stopped inside a
             call.
     """
@@ -249,10 +241,9 @@ class NodeManager(OffloadingManager):
             mutex.unlock(self._door)
 
     def _release_after_exception(self) -> None:
-        """Release the lock after an exception during its acquisition.
+        """Release the lock if this process has it, after a signal handler raised during the acquisition.
 
-        A signal handler may raise after the lock was acquired and before the caller knows it. Without this
-        method the lock would stay locked until this process ends.
+        Otherwise the lock would stay locked until this process ends.
         """
         if self._is_torn or not self._mutex.holds():
             return
@@ -265,10 +256,7 @@ class NodeManager(OffloadingManager):
             self._exit()
 
     def _failed(self, error: BaseException) -> None:
-        """Empty the pool if an exception may have left its state inconsistent.
-
-        The caller must hold the lock.
-        """
+        """Empty the pool if an exception may have left its state inconsistent. Requires the lock."""
         if not isinstance(error, _BEFORE_A_CHANGE):
             self._interrupted()
 
@@ -279,10 +267,7 @@ class NodeManager(OffloadingManager):
 
     @contextmanager
     def _locked(self, patience_s: float) -> Iterator[None]:
-        """Context manager that holds the lock, for rare operations.
-
-        Raises `TimeoutError` if the lock is not free in `patience_s` seconds.
-        """
+        """Hold the lock, for rare operations. Raises `TimeoutError` after `patience_s` seconds."""
         if self._is_inside:
             yield
             return
@@ -344,10 +329,7 @@ class NodeManager(OffloadingManager):
                 self._failed(error)
 
     def _announce(self) -> None:
-        """Notify all members of a change.
-
-        This member catches up now; the other members catch up when they next acquire the lock.
-        """
+        """Announce a change. This member applies it now, others when they next acquire the lock."""
         self._numbers.news += 1
         self._catch_up()
 
@@ -398,7 +380,7 @@ class NodeManager(OffloadingManager):
         self._announce()
 
     def _expected_share(self) -> int:
-        """Return the largest number of keys that the waiting requests of one engine may mark as expected."""
+        """Return the largest number of keys that one engine's waiting requests may mark as expected."""
         return most_expected(self.capacity_blocks) // self.num_members
 
     def _forget_expected(self) -> None:
@@ -464,14 +446,12 @@ class NodeManager(OffloadingManager):
     def reset(self, *, drop_in_flight: bool = False) -> None:
         """Forget all blocks, their order, the ghosts and the counts, for all engines. Cost: O(capacity).
 
-        Slots of a transfer in flight, of any engine, stay reserved until the transfer is completed.
+        Slots of a transfer in flight, of any engine, stay reserved until the transfer is completed. If the
+        lock is not free in `RESET_PATIENCE_S`, the reset is deferred until a call of this engine gets it.
 
         Args:
-            drop_in_flight: True if the caller guarantees that no transfer of this engine is in flight. If the
-                engine later completes a plan from before the reset, nothing happens.
-
-        If the lock is not free in `RESET_PATIENCE_S`, the reset is deferred until a call of this engine gets
-        the lock.
+            drop_in_flight: True if the caller guarantees that no transfer of this engine is in flight. The
+                completion of a plan from before the reset is then ignored.
         """
         try:
             with self._locked(self._patience_s and RESET_PATIENCE_S):
@@ -518,19 +498,18 @@ class NodeManager(OffloadingManager):
         return stats
 
     def take_events(self) -> list[OffloadingEvent]:
-        """Return the events of all engines since the last call, in order.
+        """Return the events of all engines since the last call, in order; [] if the lock is not free in time.
 
-        If this engine has missed events, the result is different: a reset event, then an event with the
-        present contents. An engine that has joined a pool with blocks has missed events. Returns an empty
-        list if the lock is not free in time.
+        If this engine has missed events, return a reset event, then an event with the present contents. An
+        engine that has joined a pool with blocks has missed events.
         """
         return self._event_ring.take() if self._listens else []
 
     def close(self) -> None:
         """Leave the pool. Idempotent.
 
-        Call it when no transfer is in flight. Slots in flight stay reserved until all processes of this
-        engine have ended. If the lock is not free in time, other members treat this engine as killed.
+        Call it when no transfer is in flight; otherwise slots in flight stay reserved until all processes of
+        this engine have ended. If the lock is not free in time, other members treat this engine as killed.
         """
         if self._is_closed:
             return
@@ -588,16 +567,11 @@ _WITHOUT_LOCK: dict[str, Callable[..., Any]] = {
     "keep": lambda self, keys: len(keys),
     "take_events": lambda self: [],
 }
-"""Name of a method -> function that is called instead of the method if the lock is not free in time."""
+"""Name of a method -> function that replaces the method if the lock is not free in time."""
 _REPEATED = ("complete_load", "complete_store", "unpin", "discard", "note_absent")
-"""Methods that only report something.
-
-If the lock is not free in time, the call is deferred until another call gets the lock.
-"""
+"""Methods that only report something. If the lock is not free in time, the call is deferred."""
 _REPEATED_IF_FEW = ("touch", "expect", "withdraw", "finish_request")
-"""Methods whose calls are deferred like the calls of `_REPEATED`, but at most `MOST_DEFERRED` calls in total,
-because the lock's owner may be stopped for a long time.
-"""
+"""Methods whose calls are deferred, too, unless `MOST_DEFERRED` calls are deferred already."""
 
 
 def _with_lock(method: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
@@ -639,9 +613,9 @@ def _repeated(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _repeated_if_few(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that defers calls of `method`, which has a request as argument.
+    """Return a function that defers calls of `method`.
 
-    If `MOST_DEFERRED` calls are already deferred, only the removal of the request from the queue is deferred,
+    If `MOST_DEFERRED` calls are already deferred, only the removal of a request from the queue is deferred,
     and the request's uses are not counted.
     """
     name = method.__name__

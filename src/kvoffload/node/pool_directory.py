@@ -2,14 +2,14 @@
 
 A pool is a directory ``kvoffload-node-USER-NAME`` in ``/dev/shm`` with these files:
 
-- ``members``: a header and a record for each engine. A process of engine ``i`` holds a shared lock on byte
-  ``i`` of the file. The kernel releases the lock when the process ends, even by a kill.
+- ``members``: a header and a record for each engine. Each process of engine ``i`` holds a shared lock on
+  byte ``i`` of the file. The kernel releases the lock when the process ends, even if it is killed.
 - ``state``: the manager's state (`state`).
 - ``slots``: the bytes of the blocks and their checksums. The integration owns this file.
 - ``findings-I``: the results of the audits of engine ``I``. The integration owns these files.
 
-Owns ``members``. A lock for each user guards all changes of directories, so that concurrent starts never
-create two pools.
+Owns ``members``. A lock of each user guards all changes of the user's pool directories, so that concurrent
+starts never create two pools.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class PoolDirectory:
             engine_id: equal in all processes of an engine, different in other engines.
             keep_s: seconds for which the pool stays after its last process has ended.
             has_keeper: True to start a `keeper` process, unless one runs. The keeper removes the pool after
-                `keep_s`. Without a keeper, the next start of an engine removes the pool.
+                `keep_s`. Without a keeper, the first engine that starts after `keep_s` removes the pool.
 
         Raises:
             ConfigError: another user has created a file with this pool's name.
@@ -139,14 +139,11 @@ class PoolDirectory:
         self._times[_LAST_USED_AT] = time.monotonic()
 
     def is_alive(self, number: int) -> bool:
-        """Return True if this engine has a live process, running or stopped by a signal.
-
-        Cost: a system call.
-        """
+        """Return True if this engine has a process that has not ended. Cost: a system call."""
         return number == self.number or is_locked(self._fd, number)
 
     def has_others(self) -> bool:
-        """Return True if another engine has a live process, running or stopped by a signal."""
+        """Return True if another engine has a process that has not ended."""
         return any(is_locked(self._fd, number) for number in range(MAX_MEMBERS) if number != self.number)
 
     @property
@@ -155,7 +152,7 @@ class PoolDirectory:
         return sum(self.is_member(number) for number in range(MAX_MEMBERS))
 
     def is_member(self, number: int) -> bool:
-        """Return True if an engine with a record has this number, live or dead."""
+        """Return True if the engine with this number, live or dead, has a record."""
         return bool(self._record(number)[_ENGINE])
 
     def dead(self, for_s: float = 0.0) -> list[int]:
@@ -312,7 +309,7 @@ def pools(root: Path = SHARED_MEMORY) -> list[PoolStatus]:
 
 
 def log_other_pools(pool: PoolDirectory, facts: Mapping[str, Any], log: logging.Logger) -> None:
-    """Log each pool of other engines, with the names of its facts that differ from `facts`."""
+    """Log each pool of other engines, with the names of the settings that differ from `facts`."""
     for other in pools(pool.path.parent):
         differing = [name for name, value in facts.items() if other.facts.get(name) != value]
         if other.path != pool.path and other.pids and differing:
@@ -359,10 +356,7 @@ def remove(name: str, root: Path = SHARED_MEMORY) -> int:
 def locked(root: Path) -> Iterator[None]:
     """Hold the lock of this user's pools: no other process creates, joins or removes pools meanwhile.
 
-    The owner deletes the lock file before it unlocks the file. A process that was waiting for the deleted
-    file opens the new file and tries again.
-
-    Raises: `UnavailableError` if another process has held the lock for 30 s. It is probably stopped.
+    Raises: `UnavailableError` if the lock is not free in 30 s. Its owner is then probably stopped.
     """
     path = root / f".{PREFIX}{os.geteuid()}.lock"
     until = time.monotonic() + LOCK_PATIENCE_S
@@ -370,7 +364,7 @@ def locked(root: Path) -> Iterator[None]:
         fd = open_own(path, os.O_RDWR | os.O_CREAT)
         try:
             wait_for_lock(fd, path, until)
-            if not is_named(fd, path):
+            if not is_named(fd, path):  # the last owner has deleted the file
                 continue
             try:
                 yield
@@ -513,8 +507,7 @@ def _pool_of(engine_id: str, root: Path) -> Path | None:
 def _claim(fd: int, engine_id: str) -> int:
     """Lock the byte of this engine's record for this process; returns the number of the record.
 
-    The first process of an engine takes a free record. The record of a dead engine becomes free when `bury`
-    is called.
+    The first process of an engine takes a free record.
     """
     number = _living_record(fd, engine_id)
     if number is not None:

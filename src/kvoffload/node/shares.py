@@ -29,8 +29,8 @@ def owner_of(number: int) -> int:
 def take_share(tenants: Tenants, number: int, share: int, running: Iterable[int], capacity: int) -> None:
     """Set the share of an engine that joins, in blocks.
 
-    The engine becomes the owner of all blocks that already belong to its tenant. A restarted engine usually
-    gets its former number, and with it the blocks that it stored before the restart.
+    The engine becomes the owner of all blocks that already belong to its tenant. So a restarted engine, which
+    usually gets its former number, owns the blocks that it stored before the restart.
 
     Args:
         running: numbers of the running engines.
@@ -53,10 +53,7 @@ def take_share(tenants: Tenants, number: int, share: int, running: Iterable[int]
 
 
 def update_owners(tenants: Tenants, numbers: Iterable[int]) -> None:
-    """Record the numbers of the present engines.
-
-    From now on, blocks of all other engines are evicted first.
-    """
+    """Record the numbers of the present engines. Blocks of all other engines are then evicted first."""
     owners = np.zeros(MAX_TENANTS, np.bool_)
     owners[[owner_of(number) for number in numbers]] = True
     owners[0] = False
@@ -69,7 +66,7 @@ def update_owners(tenants: Tenants, numbers: Iterable[int]) -> None:
 def shares_of(tenants: Tenants, own: int) -> dict[str, TenantStats]:
     """Return the counts of one engine (``own``), of all other running engines, and of all ended engines.
 
-    `loaded` and `evicted` are counted only for ``own``, because sums would decrease when an engine ends.
+    `loaded` and `evicted` are 0 except for ``own``, because the sums would decrease when an engine ends.
     """
     kinds = np.full(MAX_TENANTS, 1)
     kinds[[bool(tenants.orphans >> owner & 1) for owner in range(MAX_TENANTS)]] = 2

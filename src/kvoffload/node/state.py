@@ -24,10 +24,7 @@ _MAGIC = 0x6B766F66_73746174
 _MUTEX_AT, _NUMBERS_AT, _LABELS_AT, _HEADER_BYTES = 128, 256, 512, 4096
 _LISTENING_AT, _HAS_HOLDS_AT = _HEADER_BYTES - MAX_MEMBERS, _HEADER_BYTES - 2 * MAX_MEMBERS
 _IS_COMPLETE_AT, _CAPACITY_AT = 7, 8
-"""Positions of two words in the header.
-
-The words before them are: magic, format, number of bytes, and four words of the signature.
-"""
+"""Positions of two words in the header, behind magic, format, number of bytes, and signature (four words)."""
 COUNTERS = tuple(name for name in Cache.fields if Cache.fields[name].at >= Cache.fields["stored"].at)
 """Names of the counters at the end of a `Cache`."""
 DEPARTED = MAX_MEMBERS
@@ -38,13 +35,12 @@ class Numbers(Struct):
     """Numbers that all members share.
 
     Attributes:
-        news: grows with each change that members must read. Changes: a reset, the release of a dead engine's
-            blocks, and a change of the members that take events.
+        news: grows with each change that members must read: a reset, an engine that joins or leaves, or the
+            release of a dead engine's blocks.
         epoch: number of resets.
         generation: number of times that the expected keys were cleared.
         num_events: number of all events ever written to the ring.
-        has_shares: 1 from the moment when the first engine with a share joins. From then on, blocks have
-            owners.
+        has_shares: 1 after the first engine with a share has joined. From then on, blocks have owners.
         num_buried: number of engines that ended without `close`.
         num_died_inside: number of engines that died inside a call.
     """
@@ -71,10 +67,10 @@ class StateFile:
             removal and 0 for a store; the key follows.
         created: True if this call created the file, and copied the structs to the file.
 
-    A file that is incomplete, damaged, or of another version, size or geometry cannot be used. If `is_alone`,
-    the constructor replaces the file; otherwise it raises.
+    If the file is incomplete, damaged, or of another version, size or geometry, and if `is_alone`, the
+    constructor replaces the file.
 
-    Raises: `UnavailableError` if memory is full, or other members use a file that must be replaced.
+    Raises: `UnavailableError` if memory is full, or if the file must be replaced and not `is_alone`.
     """
 
     def __init__(
@@ -131,8 +127,7 @@ class StateFile:
     def holds_of(self, number: int) -> npt.NDArray[np.int32]:
         """Return the `Cache.holds` of a member, or zeros if the member has not called `adopt` yet.
 
-        Before `adopt`, the memory of the member's record may not be allocated, so that a read could kill the
-        process.
+        Before `adopt`, this memory may not be allocated, and a read could kill the process.
         """
         return self._holds[number] if self._has_holds[number] else np.zeros(self._capacity, np.int32)
 

@@ -50,7 +50,7 @@ def summary(explained: Explanation) -> str:
 
 
 def tables(explained: Explanation) -> Iterator[Table]:
-    """Build the tables: reasons, capacities, places at which prompts differ, runs."""
+    """Build the tables: reasons of misses, larger capacities, first differences of prompts, missing runs."""
     yield _reasons(explained)
     capacities = capacity_rows(explained)
     if capacities:

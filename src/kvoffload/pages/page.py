@@ -1,6 +1,7 @@
-"""Reports as one offline HTML file. It has text, tables and charts, and plotly.js, which draws the charts.
+"""Reports as one HTML file with text, tables and charts. The file loads nothing from the network.
 
-Does not know plans or sweeps. plotly.js comes from the package plotly (`pip install 'kvoffload[report]'`).
+Does not know plans or sweeps. The file contains plotly.js, which draws the charts and comes from the package
+plotly (`pip install 'kvoffload[report]'`).
 """
 
 from __future__ import annotations
@@ -184,15 +185,12 @@ def _in_script(text: bytes) -> str:
 
 
 def _compressed(source: str) -> str:
-    """Compress the source of plotly.js to text of two fifths of its size. page.js expands it."""
+    """Compress the source of plotly.js to text, two fifths of the size. page.js expands the text."""
     return base64.b64encode(gzip.compress(source.encode(), mtime=0)).decode()
 
 
 def _plotly_js(path: Path | None = None) -> str:
-    """Return the source of plotly.js.
-
-    Raises `ConfigError` if the package plotly is missing. The message names the report `path`.
-    """
+    """Return the source of plotly.js. Raises `ConfigError` for the report `path` if plotly is missing."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:

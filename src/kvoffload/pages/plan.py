@@ -201,7 +201,7 @@ def _wait_for_money(answer: PlanAnswer, asked_s: float) -> Chart:
 def _waits(timed: InTime) -> Chart | Text:
     """Build the chart of the times to first token.
 
-    A run whose queue grows without end has no bars, because its waits depend on the length of the recording.
+    A run has no bars if its queue grows without end: its times depend on the length of the recording.
     """
     names = ("p50", "mean", "p90", "p99")
     runs = {"recommended": timed.with_offload, "the GPUs alone": timed.without}
