@@ -110,8 +110,8 @@ def _of_timing(timed: InTime) -> Iterator[Assumption]:
 def _with_unit(name: str, value: float) -> str:
     """Format a number of a machine's description: ``50.4 GB/s``, ``5 ms``.
 
-    `name`: name of the field of `Machine`. Its ending determines the unit. A name that ends in
-    ``_bytes_per_s`` prints GB/s; ``tokens_per_s`` and ``_squared`` print no unit; all other fields are times.
+    `name` is a field of `Machine`, whose ending determines the unit: ``_bytes_per_s`` means GB/s,
+    ``tokens_per_s`` and ``_squared`` mean no unit, and all other fields are times.
     """
     if name.endswith("_bytes_per_s"):
         return f"{value / 1e9:.4g} GB/s"

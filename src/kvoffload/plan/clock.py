@@ -30,9 +30,7 @@ from kvoffload.traces.trace import Trace
 _FORMAT = 2
 """Format of a timed replay in the journal."""
 _SERVER_LATENCY_S = 0.001
-"""Assumed time of a read or write, without the transfer of its bytes: a round trip and the work of the
-server.
-"""
+"""Assumed latency of a server, without the transfer of the bytes: a round trip and the server's work."""
 
 
 class InTime(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,12 +42,12 @@ class InTime(msgspec.Struct, frozen=True, kw_only=True):
         engines: number of engines that get requests.
         all_engines: True if all engines were timed together.
         requests: number of requests of the timed engines.
-        max_running, step_tokens, load: as in `Timing`; `load` is the fleet's scale.
+        max_running, step_tokens, load: as in `Timing`; `load` is `Fleet.scale`.
         with_offload: the run with the recommended purchase.
         without: the run with the GPUs alone. Equal to `with_offload` if nothing is purchased.
-        ram_break_even_tokens, ssd_break_even_tokens, server_break_even_tokens: shortest prompt that an idle
-            machine loads faster than it computes. Null if there is no such prompt, or if the purchase has no
-            SSD or server.
+        ram_break_even_tokens, ssd_break_even_tokens, server_break_even_tokens: length of the shortest prompt
+            that an idle machine loads faster than it computes. Null if there is no such prompt, or if the
+            purchase has no SSD or server.
     """
 
     machine: Machine
@@ -74,8 +72,8 @@ class InTime(msgspec.Struct, frozen=True, kw_only=True):
 class Clock:
     """Timed replays of a plan's rows, cached in memory and in the journal.
 
-    The engine with the most block references is timed. For a row with servers or shared RAM, all engines are
-    timed together. Shared RAM is timed only if there is a single host.
+    For a row with servers or shared RAM, all engines are timed together; for other rows, only the engine with
+    the most block references. Shared RAM is timed only if there is a single host.
 
     Untimed replays divide the sizes of caches by the fleet's `scale`. Timed replays instead multiply the
     arrival rate of sessions by `scale`, because queues depend on the arrival rate.
@@ -85,8 +83,8 @@ class Clock:
         journal: journal of timed replays. None: they are cached in memory only.
         on_progress: receives the progress of timed replays.
 
-    Raises: `ConfigError` at construction if a request does not fit on the GPUs of an engine. Cost:
-    `run_in_time` for each new row.
+    Raises: `ConfigError` at construction if a request does not fit on the GPUs of an engine.
+    Cost: `run_in_time` for each new row.
     """
 
     def __init__(
@@ -118,7 +116,7 @@ class Clock:
         """Return the timed replay of a row. A row without a purchase is replayed on the GPUs alone.
 
         Args:
-            later: number of timed replays that the caller expects after this replay, for the progress.
+            later: number of timed replays that will follow, for the progress.
             of_all: True to time all engines, even if they share neither servers nor RAM.
         """
         of_all |= _shares(row)
@@ -212,15 +210,15 @@ class Clock:
         return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 
     def timing_of(self, row: PlanRow) -> Timing:
-        """Return the assumptions of a row's timed replay, with the speeds of the row's drives or servers."""
+        """Return the assumptions of a row's timed replay, with the speeds of its drives or servers."""
         machine = self._with_servers(row) if row.servers else self._with_drives(row.ssd_drives)
         return Timing(machine, self._fleet.block_bytes, load=self._fleet.scale)
 
     def _with_servers(self, row: PlanRow) -> Machine:
         """Return the machine with its disk replaced by a connection to the servers.
 
-        The links of hosts and servers are divided equally among the engines. Engines that share a RAM pool
-        also share one connection.
+        The network bandwidth of hosts and servers is divided equally among the engines. Engines that share a
+        RAM pool have one connection.
         """
         fleet, server = self._fleet, self._fleet.prices.server
         links, user = (fleet.hosts, "a pool") if row.shared_ram else (fleet.replicas, "an engine")
@@ -238,7 +236,7 @@ class Clock:
         )
 
     def _with_drives(self, drives: int) -> Machine:
-        """Return the machine with one engine's share of a host's `drives` drives."""
+        """Return the machine with one engine's share of the drives, for `drives` drives in each host."""
         if not drives:
             return self._machine
         fleet, ssd = self._fleet, self._fleet.prices.ssd

@@ -1,7 +1,6 @@
 """Endurance of SSDs: the savings that are lost if a write budget limits writes to the rating of the drives.
 
-The rating is the number of drive writes per day that a drive is made for. Measures rows and computes upper
-bounds of their savings. The search is in `plan.search`.
+The rating is the number of drive writes per day that a drive is made for. The search is in `plan.search`.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ class Endurance(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         row: the row with a write budget equal to the rating.
         budget_bytes_a_day: bytes per day that the write budgets of all engines allow together.
-        unlimited: savings of the purchase if SSDs did not wear out.
-        unlimited_writes_a_day: drive writes per day with these savings.
+        unlimited: savings of the purchase without a write budget.
+        unlimited_writes_a_day: drive writes per day without a write budget.
         cost: `unlimited` minus the savings of `row`.
         bound: upper bound of the savings with this RAM and write budget. No policy or admission rule exceeds
             the bound, even if it knows the future (`replay.write_bound`).
         of_bound: gain of `row` over the GPUs alone, divided by the gain of `bound` over the GPUs alone.
         ram_alone: savings of the same RAM without SSDs.
-        oracle: savings if an oracle chose the blocks to write to SSDs. RAM is assumed to have the same hits
-            as without SSDs.
+        oracle: savings if an oracle, which knows the future, chose the blocks to write to SSDs. Assumes that
+            SSDs do not change the hits of RAM.
         of_oracle: gain of `row` over `ram_alone`, divided by the gain of `oracle` over `ram_alone`.
     """
 
@@ -57,11 +56,9 @@ class Endurance(msgspec.Struct, frozen=True, kw_only=True):
 def budgeted_row(rows: Sequence[Measured], chosen: Measured) -> Measured | None:
     """Return the row whose write budget is reported; None if no feasible row has a write budget.
 
-    1. The chosen row, if it has a write budget.
-    2. Otherwise, if some rows would wear SSDs out: consider the purchases that also have a feasible row with
-       a write budget, and take the purchase that would save most without the budget. Return its best feasible
-       row with a write budget.
-    3. Otherwise the best feasible row with a write budget, whatever its purchase.
+    If the chosen row has a write budget, return it. Otherwise return the best feasible row with a write
+    budget. If purchases with such a row also have a row that would wear SSDs out, consider only the purchase
+    whose wearing row saves most.
     """
     if chosen.row.ssd_write_budget:
         return chosen
@@ -79,10 +76,7 @@ def _quality(measured: Measured) -> tuple[float, float]:
 
 
 def unlimited_cell(row: PlanRow) -> Cell:
-    """Return the cell with the row's purchase and setup, but without a write budget.
-
-    Its SSDs admit every block.
-    """
+    """Return the row's cell without a write budget, and with SSDs that admit every block."""
     setup = replace(row.setup, ssd_write_budget=0.0, ssd_admission="all")
     return Cell(row.purchase, setup)
 
@@ -123,8 +117,8 @@ def endurance_of(
 ) -> tuple[Endurance | None, list[Measured]]:
     """Compute the savings that are lost because of the rating. Also returns the rows measured for this.
 
-    Returns None and an empty list if no feasible row has a write budget. Cost: at most one measurement; in
-    addition, for each replica, one replay without SSDs and one upper bound.
+    Returns None and an empty list if no feasible row has a write budget. Cost: at most one measurement, and
+    for each replica a replay without SSDs and an upper bound.
     """
     limited = budgeted_row(rows, chosen)
     if limited is None:

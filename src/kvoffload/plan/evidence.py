@@ -21,10 +21,7 @@ from kvoffload.sweep.task import Share, TraceSource, load
 from kvoffload.traces.trace import Trace
 
 _BUSY_MS = 60_000
-"""Period, in ms, over which peak traffic is averaged.
-
-A tier must keep up with the busiest period of this length. RAM buffers shorter peaks of writes.
-"""
+"""Period, in ms, over which peak traffic is averaged. RAM buffers shorter peaks of writes."""
 
 
 @dataclass(frozen=True)
@@ -33,20 +30,20 @@ class Evidence:
 
     Attributes:
         name: name of the trace.
-        assumed: assumptions of the conversion that made the trace; empty if there are none.
+        assumed: assumptions that the conversion to a trace has made; empty if there are none.
         traces: a trace for each replica. Replicas without block references are left out.
         whole: the trace of all replicas together; None unless replicas may share servers or RAM.
         requests, block_refs: number of requests and of block references of all replicas.
         tokens: number of prompt tokens in full blocks.
         share_outside_blocks: share of the prompt tokens that are in no whole block; None if unknown.
-        warnings: faults of the recording that change the answer.
+        warnings: defects of the recording that affect the answer.
         time_unit: as in `Trace`; empty if ms are assumed.
         duration_s: time from the first arrival to the last; 0 if the recording has no times.
         busy: block references per second in the busiest minute, divided by the mean rate of the whole
             recording.
         footprint_blocks: the largest number of unique blocks that one replica has.
         ceiling_hits: block references that unlimited caches would serve.
-        apart_hits: like `ceiling_hits`, but each replica has caches of its own.
+        apart_hits: block references that unlimited caches would serve if replicas shared none of them.
         refs: for each window, the number of block references.
         window_ends_s: for each window, the time of its last arrival, in seconds after the first arrival of
             the recording; empty if the recording has no times.
@@ -102,10 +99,7 @@ class Evidence:
         return blocks * fleet.block_bytes * fleet.scale / self.duration_s if self.duration_s else None
 
     def gpus_worth(self, share: float, fleet: Fleet) -> float | None:
-        """Return the number of GPUs that compute this share of the prefill.
-
-        None if times or speeds are unknown.
-        """
+        """Return the number of GPUs that compute this share of the prefill; None without times or speeds."""
         if not (self.duration_s and fleet.tokens_per_s):
             return None
         return share * self.tokens * fleet.scale / self.duration_s / fleet.tokens_per_s

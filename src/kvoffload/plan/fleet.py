@@ -43,8 +43,8 @@ class Fleet:
         replicas: number of engines. GPUs, RAM and SSDs are divided equally; servers are shared.
         routing: rule that assigns requests to engines (`replay.routing`).
         load: concurrent sessions, as a multiple of the concurrent sessions in the recording (`traces.load`).
-        scale: requests of the fleet, as a multiple of the requests in the recording. The recording is a
-            sample of the fleet's sessions, so replays divide cache sizes by the scale.
+        scale: requests of the fleet, as a multiple of the requests in the recording, which is a sample of the
+            fleet's sessions. Replays of the recording divide cache sizes by the scale.
         prefill_tokens_per_s: prefill speed of a GPU; 0 if not given.
         prices: prices and hardware.
         machine: speeds of one engine (all its GPUs) and of one drive; None: no timed replays.
@@ -97,7 +97,7 @@ class Fleet:
 
     @property
     def engines_of_host(self) -> int:
-        """Number of engines that share a RAM pool."""
+        """Number of engines of a host; with shared RAM, they share a pool."""
         return self.replicas // self.hosts
 
     @property
@@ -108,7 +108,7 @@ class Fleet:
     def tokens_per_s(self) -> float:
         """Prefill tokens per second of a GPU; 0 if unknown.
 
-        This is the given speed or, if no speed is given, the speed of the machine without attention.
+        If no speed is given, this is the speed of the machine, without the cost of attention.
         """
         if self.prefill_tokens_per_s or self.machine is None:
             return self.prefill_tokens_per_s
@@ -158,10 +158,9 @@ class Fleet:
     def steps(self, footprint_blocks: int) -> tuple[list[int], list[int]]:
         """List the numbers of modules and the numbers of drives per host to try, each in doubling steps.
 
-        The numbers of drives begin with 0. All other numbers hold at least one block per replica. The largest
-        number of drives fills the host's slots, because more drives wear out later. The largest number of
-        modules is the first that holds the footprint, because a recording cannot show a benefit of more RAM.
-        If no number of modules holds it, the largest number fills the host's slots.
+        Modules: from one block per replica up to the footprint, because a recording cannot show a benefit of
+        more RAM. If the host's slots hold less than the footprint, up to the slots. Drives: 0, then from one
+        block per replica up to the host's slots, because more drives wear out later.
         """
         ram = [self.blocks(self.ram_bytes(Purchase(n, 0))) for n in range(self.prices.ram.slots + 1)]
         ssd = [self.blocks(self.ssd_bytes(Purchase(0, n))) for n in range(self.prices.ssd.slots + 1)]

@@ -41,7 +41,7 @@ def saves_less_in_time(row: PlanRow, timed: InTime | None) -> bool:
 def gpus_saved(row: PlanRow, timed: InTime | None) -> float | None:
     """Return the number of GPUs that a purchase replaces; None without speeds or times.
 
-    The result is less than `PlanRow.gpus_worth` if the timed replay saves less than the untimed replay.
+    If the timed replay saves less than the untimed replay, the result is less than `PlanRow.gpus_worth`.
     """
     if row.gpus_worth is None:
         return None

@@ -43,17 +43,14 @@ from kvoffload.text import Report
 _CONFIRMED = 8
 """Approximate number of rows that are measured on all sessions after a search on a sample."""
 _BEYOND_BUDGET = 2
-"""Purchases that cost up to this multiple of the budget are also measured, to show the benefit of a larger
-budget.
-"""
+"""The search includes purchases up to this multiple of the budget, to show the benefit of a larger budget."""
 
 
 class Window(msgspec.Struct, frozen=True):
     """Savings in one window of the recording: by the recommended row, and by the GPUs alone.
 
     Attributes:
-        until_s: time of the last arrival in the window (`bootstrap.window_sums`), in seconds after the first
-            arrival of the recording; null without times.
+        until_s: time of the window's last arrival, in seconds after the recording's first; null if unknown.
     """
 
     chosen: float
@@ -93,7 +90,7 @@ class PlanAnswer(Report, frozen=True, kw_only=True):
         present: set-up of a running server; null without a server.
         check: comparison of the server's metrics with the replay of this set-up; null without a server.
         assumptions, cannot_tell: assumptions and open questions of the answer.
-        warnings: faults of the recording that change the answer.
+        warnings: defects of the recording that affect the answer.
         vllm: flag for each vLLM engine; empty if no RAM is bought.
         seed, resamples, version: as in rows of a sweep.
     """
@@ -147,9 +144,8 @@ class Plan:
 
     Invalid options raise `ConfigError` before any replay.
 
-    If there is an output, rows are written to this file, and finished replays to ``OUTPUT.journal``. Unlike a
-    sweep, a plan does not remove its journal. A later run with another target, budget or price reuses the
-    replays.
+    If there is an output, rows are written to this file, and finished replays to ``OUTPUT.journal``. The
+    journal is kept, unlike a sweep's: a later run with another target, budget or price reuses the replays.
 
     Args:
         source: the recording.
@@ -157,8 +153,8 @@ class Plan:
         target: the target.
         setups: setups to try.
         work: workers, output and confidence intervals.
-        one_in: the search uses one session in this many; the answer is measured on all sessions. 1: the
-            search uses all sessions. None: the length of the recording decides (`plan.sample`).
+        one_in: the search uses one session in this many; the answer is measured on all sessions. None: the
+            length of the recording decides (`plan.sample`).
         present: a running server to compare with the replay of its set-up; None: no comparison.
 
     Attributes:
@@ -240,7 +236,7 @@ class Plan:
 
     @property
     def _may_share(self) -> bool:
-        """True if the search includes shared servers or RAM. False if the target is a time in seconds."""
+        """True if the search includes shared servers or shared RAM. A target in seconds excludes them."""
         fleet = self.fleet
         return (fleet.may_share or fleet.shared_ram) and self.target.ttft_p90_s is None
 
@@ -283,10 +279,7 @@ class Plan:
 
 
 def _in_pools(setups: Sequence[Setup]) -> list[Setup]:
-    """Return a copy of each on-compute setup, changed to shared RAM.
-
-    A victim tier belongs to one device, so it cannot be shared.
-    """
+    """Return a copy of each setup with shared RAM. Victim tiers are left out: each belongs to one device."""
     return [replace(setup, shared_ram=True) for setup in setups if setup.store == ON_COMPUTE]
 
 
@@ -402,7 +395,7 @@ class _Search:
         return search(space, self._measure, self._difference, self._choose, self.begin)
 
     def confirm(self, sampled: Choice, rows: Sequence[Measured]) -> tuple[list[Measured], Choice]:
-        """Measure the full trace near the choice from a sample; returns all measured rows and the choice."""
+        """Measure on all sessions near the sample's choice; returns all measured rows and the new choice."""
         space = self._plan.space(self._evidence, self._fleet)
         # With a limit for waits there is no guess, because waits are known only from replays.
         guess = None if self._plan.target.ttft_p90_s is not None else self._choose

@@ -51,7 +51,7 @@ class PresentRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sentence(self) -> str:
-        """Names the set-up and its savings."""
+        """Sentence with the set-up and its savings."""
         setup = Setup(self.store, self.policy, self.admission, self.ssd_policy, self.ssd_admission)
         engines = "one engine" if self.replicas == 1 else f"{self.replicas} engines, each"
         parts = [f"{self.by_gpus:.1%} by GPUs", f"{self.by_ram:.1%} by RAM"]
@@ -78,7 +78,7 @@ class Present:
     def compared(self, fleet: Fleet, evidence: Evidence, measuring: Measuring) -> tuple[PresentRow, Check]:
         """Replay the set-up, and compare the sums of all engines with the server's metrics.
 
-        If the fleet has a machine and the recording has times, all engines are also replayed in time.
+        If the fleet has a machine and the recording has times, times to first token are compared, too.
 
         Raises: `ConfigError` if an engine gets no requests; the errors of `Measuring.measure` and
         `run_in_time`.
@@ -143,11 +143,10 @@ class Present:
 def present_of(server: Served, fleet: Fleet, setups: Setups, block_tokens: int) -> Present:
     """Find the set-up of a server among the set-ups that a plan can have.
 
-    The server's metrics state the number of engines, the sizes, and the policy of RAM. They do not state
-    store mode and admission rules, so `setups` must have a single value of each.
+    The server's metrics state the number of engines, the sizes, and the policy of RAM. They do not state the
+    store mode, the admission rules and the policy of SSDs, so `setups` must have a single value of each.
 
-    Raises: `ConfigError` if a plan cannot have this set-up. The error lists all problems, each with the name
-    of its option.
+    Raises: `ConfigError` with all problems if a plan cannot have this set-up.
     """
     problems, engines = Problems("plan"), max(1, server.engines)
     ram = server.capacity_blocks // engines
@@ -186,8 +185,7 @@ def present_of(server: Served, fleet: Fleet, setups: Setups, block_tokens: int) 
 def _device_blocks(server: Served, fleet: Fleet, block_tokens: int) -> int:
     """Return the number of blocks on the GPUs of an engine: the server's number or, without it, the plan's.
 
-    The plan's number may be larger by one, because vLLM reserves a block. Raises `ConfigError` if the two
-    numbers differ otherwise.
+    Raises `ConfigError` if the numbers differ by more than one block. (vLLM reserves a block.)
     """
     tokens, planned = server.device_blocks * server.device_block_tokens, fleet.device_blocks * block_tokens
     if not tokens:
@@ -200,10 +198,7 @@ def _device_blocks(server: Served, fleet: Fleet, block_tokens: int) -> int:
 
 
 def _policy(server: Served, policies: Sequence[str]) -> str:
-    """Return the policy in `policies` that the server has.
-
-    Raises `ConfigError` unless exactly one policy in the list matches the server's metrics.
-    """
+    """Return the server's policy. Raises `ConfigError` unless exactly one of `policies` fits its metrics."""
     if server.policies:
         matching = [policy for policy in policies if policy_class(policy).name in server.policies]
         shown = ", ".join(server.policies)

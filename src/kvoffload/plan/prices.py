@@ -27,7 +27,7 @@ class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Ram(_Part, frozen=True, kw_only=True):
-    """RAM modules for blocks. `slots`: largest number of modules per host, besides the host's own RAM."""
+    """RAM modules for blocks. `slots`: largest number of modules per host, without the host's own RAM."""
 
     module: str = "64GiB"
     price: _NotNegative = 640.0
@@ -41,8 +41,8 @@ class Ram(_Part, frozen=True, kw_only=True):
 class Ssd(_Part, frozen=True, kw_only=True):
     """SSD drives. `slots`: largest number of drives per host; 0 means no SSDs.
 
-    A drive is rated for writes of `writes_per_day` times its capacity per day, during `life_years` years. A
-    purchase must not wear a drive out earlier.
+    The rating of a drive is `writes_per_day` times its capacity per day, for `life_years` years. A purchase
+    must not wear a drive out earlier.
     """
 
     drive: str = "3.84TB"
@@ -100,7 +100,7 @@ class Prices(_Part, frozen=True, kw_only=True):
 
     Attributes:
         currency, source, date: currency and origin of the prices. Answers show them.
-        gpu_hour: price of an hour of one GPU; 0 if unknown: no payback is then computed.
+        gpu_hour: price of an hour of one GPU. 0: unknown, so that no payback is computed.
         gpus_per_host: GPUs that share a host's RAM and SSDs.
         link_per_s: bandwidth between a GPU and its host, in each direction.
     """

@@ -26,10 +26,7 @@ _A_DAY_S = 86_400
 WEAR = "SSD wear"
 """Short name of the limit for drive writes per day."""
 SERVER_POLICY = "lru"
-"""Eviction policy of servers.
-
-A server chooses its victims itself (docs/cluster.md, Settings of the server).
-"""
+"""Eviction policy of servers, which choose their victims themselves (docs/cluster.md)."""
 
 
 @dataclass(frozen=True, order=True)
@@ -84,7 +81,7 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
         saved_low, saved_high, correlation: interval of `saved` (`bootstrap.Interval`); null for too few
             requests.
         by_gpus, by_ram, by_ssds, by_servers: savings by place; they add up to `saved`.
-        of_ceiling: `saved` divided by the savings of unlimited caches; null if unlimited caches save nothing.
+        of_ceiling: `saved` divided by the savings of unlimited caches; null if these are 0.
         optimum: upper bound of `saved` for any policy; with servers, the savings of unlimited caches.
         gpus_worth: number of GPUs whose work the purchase saves; null without speeds or times.
         gpu_hours_a_day: `gpus_worth` in GPU-hours per day.
@@ -169,7 +166,7 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Measured:
-    """A row and its number of hits in each window. The hits are used to compute intervals of differences."""
+    """A row, and its hits in each window of the recording, from which intervals are computed."""
 
     row: PlanRow
     hits: Sums
@@ -183,9 +180,8 @@ class Cell:
     setup: Setup
 
     def points(self, fleet: Fleet, evidence: Evidence) -> list[Point]:
-        """Create the replays of this cell.
+        """Create the replays of this cell: one if replicas share servers or RAM, else one for each replica.
 
-        There is a single replay if replicas share servers or RAM, otherwise one replay for each replica.
         Replicas without requests are left out.
         """
         setup = self.setup
@@ -239,10 +235,7 @@ class Cell:
         return Point(trace, config, str(config.capacity_blocks), str(config.device_blocks))
 
     def window_hits(self, measurements: Sequence[Measurement]) -> Sums:
-        """Return the number of hits of all replicas in each window.
-
-        `measurements`: the measurement of each point of `points`.
-        """
+        """Return the hits of all replicas in each window. `measurements`: the results of `points`."""
         if self.purchase.servers or self.setup.shared_ram:
             return together([np.array(hits, np.int64) for hits in measurements[0].instance_window_hits])
         return together([np.array(measurement.window_hits, np.int64) for measurement in measurements])

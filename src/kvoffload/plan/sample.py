@@ -19,19 +19,15 @@ from kvoffload.traces.statistics import turns
 ENOUGH_REQUESTS = 10_000
 """Approximate number of requests in a sample."""
 ENOUGH_SESSIONS, ENOUGH_LONG_SESSIONS = 500, 200
-"""Fewest sessions in a representative sample: the first number for short sessions, the second for long
-sessions.
-"""
+"""Fewest sessions in a representative sample, for short sessions and for long sessions."""
 LONG_SESSION = 20
-"""Sessions count as long if their mean number of requests is at least this value.
+"""Sessions, of agents for example, are long if they have at least this number of requests on average.
 
-Sessions of agents are long. Measured error of a sample: with half of 454 such sessions, hit ratios were up to
-1.7 points too low.
+Measured error of a sample: with half of 454 such sessions, hit ratios were up to 1.7 points too low.
 """
 ENOUGH_ON_DEVICE = 2
-"""The scaled-down GPUs of an engine must hold at least this number of requests of mean length. The limit is
-needed because a sample scales the caches down, but not the lengths of requests.
-"""
+"""Number of requests of mean length that the scaled-down GPUs of an engine must hold. The limit is needed
+because a sample scales the caches down, but not the lengths of requests."""
 _MOST = 10_000
 
 

@@ -19,12 +19,9 @@ from kvoffload.plan.rows import Cell, Measured, Setup
 from kvoffload.plan.targets import Choice, Difference, beside, other_ram
 
 KEPT = 2
-"""Number of setups that are measured at all coarse purchases.
-
-It applies to RAM alone and, separately, to each kind of tier behind RAM.
-"""
+"""Number of setups that are measured at all coarse purchases, for RAM alone and for each kind of tier."""
 _ROUNDS = 4
-"""Number of rounds of bisection around the answer; twice as many after a search on a sample."""
+"""Largest number of rounds of bisection around the answer; twice as many after a search on a sample."""
 
 Measure = Callable[[Sequence[Cell], int], "list[Measured]"]
 """Function that measures cells. Its second argument is the number of later cells, for the progress."""
@@ -40,8 +37,8 @@ class TierAxis:
         axis: field of `Purchase` with the number of drives or servers.
         counts: numbers of drives or servers to try, ascending, without 0.
         setups: setups of RAM with this kind of tier behind it.
-        within_rating: function that is called with a setup that exceeds the rated writes of the SSDs. It
-            returns setups with a write budget, which replace this setup.
+        within_rating: function from a setup that exceeds the rated writes of the SSDs to setups with a write
+            budget, which replace it.
     """
 
     axis: Literal["drives", "servers"]
@@ -116,10 +113,9 @@ def search(
     """Search a space; returns all measured rows and the choice among them.
 
     1. Measure all setups of RAM at a few purchases. These measurements show any large difference.
-    2. Measure tiers behind RAM at a few purchases. These replays take several times as long as replays of RAM
-       alone, so combine the tiers with few setups of RAM. In front of SSDs: the best setups, and the setup
-       that writes least. In front of servers: the best setup, and the setup that writes most, because other
-       engines use the blocks.
+    2. Measure tiers behind RAM at a few purchases. These replays take several times as long, so combine the
+       tiers with few setups of RAM: SSDs with the best setups and the setup that writes least; servers with
+       the best setup and the setup that writes most, because other engines use the blocks.
     3. If SSDs would wear out, measure the purchase with a write budget at the rating.
     4. Measure the best setups at all coarse purchases; if step 3 measured rows, include the best setup with a
        write budget.
@@ -172,14 +168,14 @@ def confirm(
 
     1. Measure the recommended purchase with its two best setups. Also measure the purchase that saves most,
        the best infeasible purchase, and the rivals of the recommended purchase (`beside`, `other_ram`).
-    2. Correct all rows of the sample by the error that step 1 shows, and choose again. Measure this choice
-       and its neighbours with the best setup of step 1; the rows then differ only in the purchase.
+    2. Correct all rows of the sample by the error of the recommended purchase, and choose again. Measure this
+       choice and its neighbours with the best setup of step 1, so that they differ only in the purchase.
     3. Bisect between the answer and its neighbours.
 
     Args:
         sampled: choice on the sample.
         rows: rows of the sample.
-        guess: chooses among corrected rows; None: step 2 uses `sampled`.
+        guess: function that chooses among the corrected rows; None: step 2 uses the neighbours in `sampled`.
     """
     purchase, table = sampled.chosen.row.purchase, _Table(space, measure, begin)
     ways = sorted((measured for measured in rows if measured.row.purchase == purchase), key=_quality)
@@ -220,7 +216,7 @@ def _corrected(measured: Measured, error: float) -> Measured:
 
 
 def _cells_of(rows: Iterable[Measured | None]) -> list[Cell]:
-    """List the cells of all rows that buy something. Entries of `rows` that are None are skipped."""
+    """List the cells of all rows with a purchase. Skips None."""
     return [
         Cell(measured.row.purchase, measured.row.setup)
         for measured in rows
@@ -240,10 +236,7 @@ class _Table:
         self.rows.update(zip(new, self._measure(new, later), strict=True))
 
     def measure_within_rating(self, axis: TierAxis, setups: Sequence[Setup], later: int) -> list[Setup]:
-        """Replace setups that wear SSDs out by setups with a write budget.
-
-        Measure and return the new setups.
-        """
+        """Replace setups that wear SSDs out by setups with a write budget. Measure and return these."""
         cells = [
             Cell(cell.purchase, setup)
             for cell, measured in self.rows.items()
@@ -298,12 +291,11 @@ def _ends_and_middle(values: Sequence[int]) -> list[int]:
 
 
 def _kept(rows: dict[Cell, Measured], setups: Sequence[Setup], difference: Difference) -> list[Setup]:
-    """Select up to `KEPT` setups.
+    """Select up to `KEPT` setups, ranked by the number of purchases at which a setup is the best.
 
-    A setup ranks higher if it is best at more purchases. Among setups with equal numbers, a setup ranks
-    higher if at more purchases it does not differ significantly from the best setup. Infeasible rows count
-    only if all rows of a purchase are infeasible. If several setups have equal results everywhere, for
-    example because a rule rejects nothing, only the first is selected.
+    If these numbers are equal, setups rank by the number of purchases at which they do not differ
+    significantly from the best setup. Infeasible rows count only if all rows of a purchase are infeasible. Of
+    setups with equal results everywhere (`_are_equal`), only the first is selected.
     """
     wins: dict[Setup, tuple[int, int, float]] = dict.fromkeys(setups, (0, 0, 0.0))
     by_purchase: dict[Purchase, list[Measured]] = {}
@@ -343,8 +335,7 @@ def _are_equal(rows: dict[Cell, Measured], setup: Setup, other: Setup) -> bool:
 def _extreme_writer(rows: dict[Cell, Measured], extreme: Callable[..., Setup]) -> list[Setup]:
     """Return a list with the setup that writes least (`extreme` is `min`) or most (`max`) to RAM.
 
-    The setup that writes least (most) to RAM also writes least (most) to the tiers behind RAM. The list is
-    empty if `rows` is empty.
+    This setup also writes least or most to the tiers behind RAM. The list is empty if `rows` is empty.
     """
     written: dict[Setup, float] = {}
     for cell, measured in rows.items():

@@ -46,11 +46,7 @@ class Setups:
                 if incompatible(policy, rule) is None]  # fmt: skip
 
     def within_rating(self, setup: Setup, rated: float) -> list[Setup]:
-        """List setups with a write budget, to replace `setup`, which exceeds the rated writes of the SSDs.
-
-        Args:
-            rated: drive writes per day for which the SSDs are rated.
-        """
+        """List setups that replace `setup`, with a write budget of `rated` drive writes per day."""
         return [replace(setup, ssd_admission=rule, ssd_write_budget=rated)
                 for rule in self.ssd_budget_admissions
                 if incompatible(setup.ssd_policy, rule) is None]  # fmt: skip

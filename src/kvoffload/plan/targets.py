@@ -15,9 +15,7 @@ from kvoffload.sweep.bootstrap import Interval
 from kvoffload.sweep.table import YARDSTICK
 
 ENOUGH = 0.95
-"""If no target is set, a purchase is enough if its gain over the GPUs alone is at least this share of the
-largest gain.
-"""
+"""Share of the largest gain over the GPUs alone that is enough if no target is set."""
 ABOUT = 1.1
 """Two prices are about the same if the higher price is at most this multiple of the lower price."""
 
@@ -133,8 +131,8 @@ def best_of_each(rows: Sequence[Measured], *, feasible_first: bool = False) -> l
     """List the best feasible row of each purchase, cheapest purchase first.
 
     Args:
-        feasible_first: determines what happens to a purchase without a feasible row. True: list its best
-            infeasible row. False: leave the purchase out.
+        feasible_first: True to list the best infeasible row of a purchase without a feasible row. False to
+            leave such a purchase out.
     """
     best: dict[Purchase, Measured] = {}
     for measured in rows:
@@ -147,11 +145,7 @@ def best_of_each(rows: Sequence[Measured], *, feasible_first: bool = False) -> l
 
 
 def _rank(measured: Measured) -> tuple[bool, float, bool]:
-    """Sort key of a row.
-
-    Feasible rows rank before infeasible rows. Within each kind, rows with more savings rank first. If savings
-    are equal, rows with LRU rank first, because LRU is simple.
-    """
+    """Sort key of a row, larger for a better row: feasible, then more savings, then LRU, which is simple."""
     row = measured.row
     return row.feasible, row.saved, (row.policy, row.admission) == (YARDSTICK, "all")
 
@@ -193,11 +187,10 @@ def other_ram(rows: Sequence[Measured], chosen: Measured) -> Measured | None:
 
 
 def choose(rows: Sequence[Measured], needed: float | None, difference: Difference) -> Choice:
-    """Choose the cheapest purchase that saves the share `needed`.
+    """Choose the cheapest purchase that saves the share `needed`, or the one that saves most if none does.
 
-    If `needed` is None, choose the cheapest purchase that meets one of two conditions: its gain over the GPUs
-    alone is at least `ENOUGH` times the largest gain, or its savings do not differ significantly from the
-    largest savings.
+    If `needed` is None, choose the cheapest purchase whose gain over the GPUs alone is at least `ENOUGH`
+    times the largest gain, or whose savings do not differ significantly from the largest savings.
 
     Args:
         rows: measured rows, including the row without a purchase.

@@ -19,14 +19,11 @@ def choose_by_wait(rows: Sequence[Measured], most_s: float, clock: Clock) -> Cho
     """Choose the cheapest purchase whose 90th percentile of the time to first token is at most `most_s`.
 
     Purchases with the same number of drives, ordered by RAM, form a ladder. A ladder includes purchases that
-    add no savings, because RAM in front of the same SSDs shortens waits. Each ladder is bisected, and cached
-    times are reused. The bisection finds a purchase within the limit; the next cheaper purchase of the ladder
-    was timed and exceeds the limit. Still cheaper purchases are assumed to exceed the limit, too, although
-    more RAM need not always shorten waits.
+    add no savings, because RAM in front of the same SSDs shortens waits.
 
-    If no cached time of a ladder is within the limit, its purchases are timed in descending order of RAM
-    before the bisection. This stops when a purchase is within the limit, or when the wait no longer
-    decreases.
+    Each ladder is bisected for its cheapest purchase within the limit, on the assumption that more RAM never
+    lengthens waits. If no cached time of a ladder is within the limit, its purchases are first timed in
+    descending order of RAM, until a purchase is within the limit or the wait no longer decreases.
 
     Only the best row of each purchase is timed. If no timed row is within the limit, the timed row with the
     shortest wait is chosen.

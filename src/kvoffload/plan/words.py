@@ -37,7 +37,7 @@ _CERTAINTIES = {
     "(likely: the traffic changes slowly)": "(likely: the 95% interval of the difference is above 0, but too "
     "narrow, because the traffic changes slowly)",
 }
-"""Explanation of each certainty, added where the certainty occurs first."""
+"""Certainty -> certainty with an explanation, which replaces its first occurrence in the answer."""
 
 
 class Section(msgspec.Struct, frozen=True):
@@ -68,7 +68,7 @@ def answer(findings: Findings) -> list[Section]:
 
 
 def _explained(groups: Iterable[list[str]]) -> Iterator[list[str]]:
-    """Yield the groups of sentences. Each certainty is explained where it occurs first."""
+    """Yield the groups of sentences, with each certainty explained at its first occurrence."""
     unexplained = dict(_CERTAINTIES)
     for sentences in groups:
         shown = list[str]()
@@ -113,7 +113,7 @@ def _limits(findings: Findings) -> list[str]:
 
 
 def _by_ram(row: PlanRow) -> monotone.Measured:
-    """Return the savings of a row with its amount of RAM, for comparison with other amounts of RAM."""
+    """Convert a row for `monotone.less_with_more`, which compares rows that differ in the amount of RAM."""
     name = str(row.setup)
     name += f", {counted(row.ssd_drives, 'drive')} in a host" if row.ssd_drives else ""
     name += f", {counted(row.servers, 'server')}" if row.servers else ""
@@ -201,7 +201,7 @@ def _days(days: float) -> str:
 
 
 def _overload(findings: Findings) -> list[str]:
-    """Report that the GPUs are overloaded, and that more GPUs should therefore be bought first."""
+    """Report that the GPUs are overloaded, and how many more GPUs would serve the requests."""
     timed = findings.in_time
     if timed is None or not timed.without.is_overloaded or not findings.evidence.duration_s:
         return []
@@ -306,11 +306,7 @@ def _cost_of_endurance(endurance: Endurance) -> str:
 
 
 def _within_rating(findings: Findings) -> list[str]:
-    """Describe the purchase with a write budget.
-
-    The list is empty if this purchase is the recommended purchase, or if the write budget does not reduce its
-    savings.
-    """
+    """Describe the purchase with a write budget, unless it is recommended or the budget costs no savings."""
     endurance = findings.endurance
     if endurance is None or endurance.row == findings.row or endurance.cost < NO_MORE:
         return []
@@ -360,10 +356,7 @@ def _first_tokens(timed: InTime, row: PlanRow) -> list[str]:
 
 
 def _hits(timed: InTime, row: PlanRow) -> list[str]:
-    """Explain why the timed replay has fewer hits than the untimed replay.
-
-    The list is empty if it does not have fewer hits.
-    """
+    """Explain why the timed replay has fewer hits than the untimed replay, if it has fewer."""
     run, where = timed.with_offload, " on that engine" if timed.is_one_of_several else ""
     if row.saved - run.hit_ratio < NO_MORE:
         return []
@@ -442,10 +435,7 @@ def _pooling(findings: Findings) -> list[str]:
 
 
 def _larger(findings: Findings, rival: Measured | None) -> list[str]:
-    """Describe the benefit of the next larger purchase.
-
-    The list is empty if the sentence about `rival` already describes this purchase.
-    """
+    """Describe the next larger purchase, unless it is that of `rival`, and the purchase that saves most."""
     choice, currency = findings.choice, findings.currency
     larger, chosen = choice.larger, choice.chosen
     if larger is None:
@@ -491,10 +481,7 @@ def _points(chosen: Measured, other: Measured) -> str:
 
 
 def _more_ssds(row: PlanRow, rows: Sequence[Measured]) -> list[str]:
-    """Report that more SSDs behind the same RAM would save nothing.
-
-    The list is empty if they would save more.
-    """
+    """Report that more SSDs behind the same RAM would save nothing, if this was measured."""
     saved = [measured.row.saved for measured in rows
              if (measured.row.ram_modules, measured.row.servers) == (row.ram_modules, row.servers)
              and measured.row.ssd_drives > row.ssd_drives]  # fmt: skip
