@@ -32,8 +32,8 @@ class State(Struct):
         a1out: ghosts.
         arriving: True for each block of A1in until its storing request finishes.
         max_a1in: Kin, in blocks; A1in can be larger while no victims are needed.
-        new_a1in: number of blocks of the current batch that will join A1in. They join after the batch's last
-            victim was chosen. Until then, slots of blocks for Am are marked (`push_marked`).
+        new_a1in: number of blocks of the current batch that join A1in after all victims are chosen. Until
+            then, slots of blocks for Am are marked (`push_marked`).
         is_victim_tier: 1 if `access` reports blocks that return from the device.
     """
 
@@ -59,13 +59,12 @@ class TwoQ(CompiledPolicy):
 
     - A batch is processed block by block, and each block changes the lists for the next. Blocks of one batch
       never evict each other, and the head of the batch is the youngest.
-    - When the storing request finishes, its blocks in A1in move to their final places. So the tail of a path
-      leaves first, even if the path was stored in parts. Its blocks in Am move to the front with the rest of
-      the path. The end of the request does not count as a second access.
+    - When the storing request finishes, its blocks move to the fronts of their lists, A1in or Am. So the tail
+      of a path leaves first, even if the path was stored in parts. This move does not count as an access.
     - In a victim tier, a block that returns from the device moves from A1in to Am if it was used again.
     - The key of a returning block is removed from A1out before a victim is chosen.
     - If the list that should provide the victim is empty or fully protected, the other list provides the
-      victim. A1out remembers every victim from A1in and no victim from Am.
+      victim. Even then, A1out remembers exactly the victims from A1in.
     - While slots are free no victim is needed, and A1in can grow beyond Kin, as in the paper.
     - A block whose store failed, or that was damaged, is not remembered, because it was not evicted.
 
@@ -106,9 +105,10 @@ class TwoQ(CompiledPolicy):
 
 @TwoQ.compiled
 def access(own: State, used: Used) -> None:
-    """Move used blocks of Am to the front, and move blocks of A1in in two cases.
+    """Move used blocks of Am to the front of Am.
 
-    A block of A1in moves when its storing request ends, and when the block returns to a victim tier.
+    A block of A1in moves to the front of A1in when its storing request ends. In a victim tier it moves to Am
+    when it returns from the device after another use.
     """
     links, arriving, am = own.lists.links, own.arriving, own.lists.num_positions + AM
     for i in range(used.count - 1, -1, -1):

@@ -1,4 +1,4 @@
-"""ARC: a list of blocks used once, a list of blocks used again, and a balance learnt from ghost hits.
+"""ARC: a list of blocks used once, a list of blocks used again, and a target size learnt from ghost hits.
 
 Source: Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003, figure 4.
 """
@@ -28,9 +28,8 @@ class State(Struct):
         lists: T1 and T2.
         ghosts: B1 and B2.
         target: target size of T1.
-        new_t1, new_t2: number of blocks of the current batch that will join T1, and number that will join T2.
-            They join after the batch's last victim was chosen. Until then, slots of blocks for T2 are marked
-            (`push_marked`).
+        new_t1, new_t2: numbers of blocks of the current batch that join T1 and T2 after all victims are
+            chosen. Until then, slots of blocks for T2 are marked (`push_marked`).
     """
 
     lists: Lists
@@ -60,13 +59,13 @@ class ARC(CompiledPolicy):
     - A miss counts when the block is stored. A refused block changes nothing, not even the target.
     - If REPLACE selects a list whose blocks are all protected, the other list provides the victim.
       The ghost of a victim from T1 joins B1, the ghost of a victim from T2 joins B2.
-    - While slots are free (at the start, after failures), no victim is needed. REPLACE is skipped. The other
-      steps of the case run, so that the target is adapted and the bounds hold.
-    - With quotas, a store may be allowed to evict only blocks of its own tenant. Then only a fraction of the
-      victims leave ghosts: the tenant's fraction of the cache (`tenants.may_learn`).
+    - While slots are free (at the start, after failures), REPLACE is skipped, because no victim is needed.
+      The other steps of the case run, so that the target is adapted and the bounds hold.
+    - With quotas, ARC may not learn from every store (`tenants.may_learn`). In a store from which it may not
+      learn, a block without a ghost enters T1, and its victim leaves no ghost.
     - A block whose store failed, or that was damaged, leaves no ghost, because it was not evicted. While the
-      slot of a damaged block is pinned, the lists are shorter than the cache. So the number of ghosts has its
-      own limit of `c`: the coldest ghost of B2 is dropped first, then the coldest of B1.
+      slot of a damaged block is pinned, the lists are shorter than the cache. So the number of ghosts is
+      limited to `c` separately: the coldest ghost of B2 is dropped or, if B2 is empty, the coldest of B1.
 
     Cost per block: O(1), and O(skipped) for protected blocks at the cold ends. Memory: 12 bytes a block
     for the lists, and 28 bytes and the key for each of `c` ghosts.
@@ -125,10 +124,7 @@ def remove(own: State, used: Used) -> None:
 
 @inline
 def _prefetch(own: State, new: Entering, cache: Cache) -> None:
-    """Prefetch the data of the likely victims.
-
-    The choice is a guess, because the balance may change within the batch.
-    """
+    """Prefetch the data of the likely victims. A guess, because the target may change within the batch."""
     links, c = own.lists.links, own.lists.num_positions
     number = T1 if links[c + T1, LIST] > own.target else T2
     ghost_number = B1 if links[c + T1, LIST] + own.ghosts.lists.links[c + B1, LIST] == c else B2
@@ -137,11 +133,10 @@ def _prefetch(own: State, new: Entering, cache: Cache) -> None:
 
 @inline
 def _learn(own: State, ghost: int) -> bool:
-    """Process a miss: cases II to IV of the paper.
+    """Process a miss: cases II to IV of the paper. `ghost`: position of the key's ghost, or ABSENT.
 
-    If the key has a ghost, adapt the target; otherwise enforce the bounds.
-
-    Returns False if the victim must come from T1 and leave no ghost.
+    Adapts the target, or enforces the bounds if there is no ghost. Returns False if the victim must be of T1
+    and leave no ghost.
     """
     links, ghosts = own.lists.links, own.ghosts
     c, sizes = own.lists.num_positions, ghosts.lists.links
@@ -166,7 +161,7 @@ def _learn(own: State, ghost: int) -> bool:
 
 @inline
 def _evict(own: State, cache: Cache, victim: int, keeps_ghost: bool) -> None:
-    """Evict `victim`. With `keeps_ghost`, add its key to B1 or B2; if `c` ghosts exist, drop one first."""
+    """Evict `victim`. If `keeps_ghost`, add its key to B1 or B2, and drop a ghost if there are `c`."""
     c, sizes = own.lists.num_positions, own.ghosts.lists.links
     if keeps_ghost:
         if sizes[sizes.shape[0] - 1, LIST] == 0:

@@ -19,9 +19,7 @@ class State(Struct):
 
 
 class FIFO(CompiledPolicy):
-    """Evicts the block stored first.
-
-    One queue in the order of the stores. The simplest baseline.
+    """Evicts the block stored first. The simplest baseline.
 
     The original algorithm handles single pages. Our choices for batches:
 

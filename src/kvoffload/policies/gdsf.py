@@ -48,23 +48,24 @@ class GDSF(CompiledPolicy):
 
         cost(depth) = 1 + depth * block_attention_ratio
 
-    The first term is the linear layers: 2 FLOPs for each parameter and token. The second term is attention
-    over the `depth` preceding blocks: 4 FLOPs for each token, layer, unit of model width and token of
-    context. So the ratio is ``2 * tokens in a block * layers * width / parameters``. For a model of 8 billion
-    parameters (32 layers of width 4,096) the ratio is 0.0005 with blocks of 16 tokens, and 0.017 with blocks
-    of 512 tokens. Depth is the position of the key on the path of the storing request, counted from 0. The
-    engine must therefore pass the whole path to `begin_request`.
+    The first term is the cost of the linear layers: 2 FLOPs for each parameter and token. The second term is
+    the cost of attention over the `depth` preceding blocks: 4 FLOPs for each token, layer, unit of model
+    width and token of context. So the ratio is ``2 * tokens in a block * layers * width / parameters``. For a
+    model of 8 billion parameters (32 layers of width 4,096), it is 0.0005 with blocks of 16 tokens, and 0.017
+    with blocks of 512 tokens. Depth is the position of the key on the path of the storing request, counted
+    from 0. So the engine must pass the whole path to `begin_request`.
 
-    GDSF does not optimise the prefix-hit ratio. It rates blocks separately, and a deep block costs more than
-    the head. So a path whose blocks are equally frequent loses its head a little before its tail. The tail
-    is then unreachable. This effect is small: depth changes a block's time in the cache by only a few
-    percent. Otherwise GDSF behaves like LFU with aging. The frequency of an evicted block is forgotten.
+    GDSF does not optimise the prefix-hit ratio. A deep block costs more than the head of its path. So if all
+    blocks of a path are equally frequent, the head is evicted a little before the tail, which then cannot be
+    used. The effect is small: depth changes a block's time in the cache by only a few percent. Otherwise GDSF
+    behaves like LFU with aging. The frequency of an evicted block is forgotten.
 
     The paper does not cover batches, pins and failures. Our choices:
 
     - L rises with each victim of a batch; the H of all new blocks is computed with the last L. Blocks of one
       batch never evict each other.
-    - Among equal H, the least recently used block is evicted first. The head of a batch counts as used last.
+    - Of blocks with equal H, the least recently used is evicted first. The head of a batch counts as used
+      last.
     - The end of the storing request does not count as a second access: the frequency of the block stays the
       same, but its H is computed again with the current L.
     - Protected blocks are skipped and keep their H. L never decreases.
@@ -72,9 +73,9 @@ class GDSF(CompiledPolicy):
     - A block whose store failed, or that was damaged, does not raise L.
 
     Cost per block: O(log n), and O(log n) for each protected block at the cold end. n is the number of chains
-    of blocks with consecutive H (`structures.heap`); long requests have few chains. The CPU time over a
-    block's life is 1.8 times LRU's, with requests of 64 to 4,096 blocks and a cache of 100,000 blocks. In a
-    cache of a million blocks the factor is 1.9. Memory: 40 bytes per block.
+    of blocks with consecutive H (`structures.heap`); long requests have few chains. CPU time over a block's
+    life, with requests of 64 to 4,096 blocks: 1.8 times LRU's in a cache of 100,000 blocks, 1.9 times in a
+    cache of a million blocks. Memory: 40 bytes per block.
     """
 
     name = "gdsf"
@@ -147,7 +148,7 @@ def _take_least(own: State, cache: Cache) -> int:
 def _name_victims(own: State, new: Entering, cache: Cache, path: Path) -> int:
     """Evict the evictable blocks with the smallest H, and raise L to the largest H among these victims.
 
-    Returns the number of assigned slots, less than ``new.count`` if too few blocks are evictable.
+    Returns the number of new blocks that have a slot: ``new.count``, or less if too few are evictable.
     """
     heap, slots, named = own.heap, new.slots, new.num_given
     while named < new.count and heap.size > 0:

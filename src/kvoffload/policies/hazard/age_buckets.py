@@ -36,10 +36,7 @@ def bucket_of_age(bounds: I64Array, age: int) -> int:
 
 @inline
 def at_age(table: F64Array, bounds: I64Array, row: int, age: int) -> float:
-    """Return ``table[row]`` at an age.
-
-    The value is interpolated linearly between bucket starts, and constant in the last bucket.
-    """
+    """Return ``table[row]`` at an age, interpolated linearly between bucket starts; constant in the last."""
     bucket = bucket_of_age(bounds, age)
     if bucket == NUM_AGES - 1:
         return table[row, bucket]

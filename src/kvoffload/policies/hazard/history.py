@@ -1,4 +1,4 @@
-"""The use history of keys, resident or not: their frequency and regularity.
+"""The use history of keys, resident or not: their use counts and the gaps between their uses.
 
 Does not know slots, or the worth of a class.
 """
@@ -28,8 +28,8 @@ class History(Struct):
     The *class* of a key combines three properties:
 
     - use count: 1, 2, 3-4, 5-9, 10 and more
-    - typical gap between uses, in octaves. A new block inherits the gap of the previous block on its path,
-      because its request is a turn of the same session.
+    - typical gap between uses, in octaves. A new block inherits the gap of the last block of its path's known
+      prefix, because its request continues the session of this block.
     - label of the last request that used the key (`hints.Labels`), or `ENDED`
 
     Times are numbers of block references. For each request call `begin_path`, then `use_key` for each of its
@@ -42,17 +42,16 @@ class History(Struct):
         capacity_blocks: capacity of the cache.
 
     Attributes:
-        keys: one list, most recent first.
-        counts: use count of each position.
-        gaps: typical gap of each position, in octaves; negative if unknown.
-        last: time of the last use of each position.
-        labels: label of the last request that used the key at each position.
+        keys: one list, most recent first. The next four arrays have an element for each of its positions.
+        counts: use count.
+        gaps: typical gap, in octaves; negative if unknown.
+        last: time of the last use.
+        labels: label of the last request that used the key.
         label: label of the current request.
         shadow: the keys that LRU would hold.
         inherited: the gap for new blocks of the current request.
-        places: for each of the path's rows `start` to ``end - 1``, the position that its key had before this
-            request, or ABSENT.
-        start, end: recorded rows of the current path. Rows from `end` on exceed the capacity.
+        start, end: rows `start` to ``end - 1`` of the current path are recorded; `capacity` limits `end`.
+        places: for each recorded row, the position that its key had before this request, or ABSENT.
 
     Memory: 72 bytes plus the key for each key. Cost: one index probe and a few writes per key.
     """
@@ -120,7 +119,7 @@ def _class_of(count: int, gap: float, label: int) -> int:
 
 @inline
 def _gap_now(history: History, place: int, now: int) -> float:
-    """Return the typical gap of a known key after a use at time `now`: a moving average, in octaves."""
+    """Return the typical gap of a known key, in octaves, after a use at time `now` (a moving average)."""
     gap, unit = history.gaps[place], history.gap_unit
     octaves = _octaves(now - history.last[place] + unit) - _octaves(unit)
     if gap < 0.0 or history.counts[place] < 2:
@@ -209,10 +208,7 @@ def class_at(history: History, place: int) -> int:
 
 @inline
 def classify(history: History, keys: U64Matrix, row: int, now: int) -> tuple[int, int]:
-    """Return the class and the time of the last use of ``keys[row]``.
-
-    An unknown key counts as a new key that is used now.
-    """
+    """Return the class and last use of ``keys[row]``. An unknown key counts as new and used at time `now`."""
     place = find(history.keys.index, keys, row, hash_row(keys, row))
     if place == ABSENT:
         return np.int64(0), np.int64(now)

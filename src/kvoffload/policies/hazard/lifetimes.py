@@ -1,7 +1,6 @@
-"""Life tables: for each class, the distribution of the time to a block's next use, and a block's worth.
+"""Life tables: for each class of keys, the distribution of the time to the next use, and a block's worth.
 
-Owns the sampled keys, the tables and the worth computed from them. Does not know slots, or the meaning of a
-class.
+Owns the sampled keys, the tables and the worth. Does not know slots, or the meaning of a class (`history`).
 """
 
 from __future__ import annotations
@@ -18,22 +17,21 @@ from kvoffload.structures.lists import LIST, PREV, move_to_head
 from kvoffload.structures.structs import Struct
 
 PRIOR_WEIGHT = 50.0
-"""Weight of the parent group's estimate in the estimate of a class or group. Unit: observed keys."""
+"""Weight of the parent group's estimate in the estimate of a group. Unit: observed keys."""
 LABEL_PRIOR_WEIGHT = 500.0
-"""Weight of the parent group's estimate for classes that differ only in their label. Larger than
-`PRIOR_WEIGHT`, because labels may be wrong."""
+"""The same weight in the estimate of a class, whose parent group is the classes that differ only in their
+label. Larger than `PRIOR_WEIGHT`, because labels may be wrong."""
 ENTERING = 0.05
-"""Cost of an insertion, expressed as time in a slot without hits. Unit: turnovers of the cache. Without this
-cost, blocks with a high worth for a very short time would evict each other."""
+"""Cost of an insertion, as time in a slot without hits. Unit: block references, as a multiple of the cache's
+capacity. Without it, blocks with a high worth for a very short time would evict each other."""
 _ALL, _GROUP, _PARENT = 0, 2, 4
 """First row of each pair of rows in `Lifetimes.sums`."""
 
 
 class Lives(Struct):
-    """The sampled keys with an open life.
+    """The open lives of sampled keys.
 
-    A life is a period of a key. It begins at a use of the key or at the end of a request, and ends at the
-    next use of the key.
+    A life begins at a use of a key, or at the end of a request that used the key. It ends at the next use.
 
     Attributes:
         keys: one list of lives for each age bucket, ordered by start time. The last list holds the stopped
@@ -60,17 +58,15 @@ class Lives(Struct):
 class Lifetimes(Struct):
     """The chance that a block is used again, by class and age.
 
-    The age of a block is the time since its last use, or since the end of the request that used the block. So
-    a block has up to two lives at the same time, in two classes. While the request runs, the block's worth
-    follows from the life since the last use.
+    A block has up to two lives (`Lives`), each in a class: since its last use, and since the end of the
+    request that used the block. While the request runs, the first determines the block's worth.
 
-    A life ends when the block is used. If a waiting request expects the block, the life is stopped: it no
-    longer ages, because its reuse needs no prediction. When the request is served, the reuse counts at the
-    age at which the life was stopped.
+    If a waiting request expects the block, its lives are stopped: they no longer age, because the reuse needs
+    no prediction. When the request is served, the reuse counts at the age at which the life was stopped.
 
-    Ages fall into `NUM_AGES` buckets, two an octave. A sampled key counts as exposed in each bucket that its
-    age reaches, and as reused in the bucket in which it is used. Open lives count as exposed only (the
-    actuarial life table; Kaplan and Meier, JASA 53, 1958). Old evidence decays with a half-life.
+    Ages fall into `NUM_AGES` buckets, two an octave. A life counts as exposed in each bucket that its age
+    reaches, and as reused in the bucket in which the block is used again. Open lives count as exposed only
+    (the actuarial life table; Kaplan and Meier, JASA 53, 1958). Old evidence decays with a half-life.
 
     Estimates are shrunk in three steps:
 
@@ -91,23 +87,21 @@ class Lifetimes(Struct):
         num_labels: number of consecutive classes that differ only in their label.
         capacity_blocks: capacity of the cache; determines the sampling rate.
         sample_capacity: keys in the sample.
-        half_life: number of references after which evidence counts half. The minimum is four times the
-            capacity.
+        half_life: number of references after which evidence counts half; at least four times the capacity.
 
     Attributes:
         begun: lives since the last use.
         ended: lives since the end of a request.
         bounds: start of each age bucket, and end of the last.
         reused, exposed: shape ``(num_classes, NUM_AGES)``, float64: the evidence.
-        is_known: 1 for each class that has had evidence. The evidence of all other classes is 0.
-        hazard: same shape: the estimates at time `evaluated`, for each known class and for each class without
-            a label.
+        is_known: 1 for each class that has had evidence.
+        hazard: same shape as `reused`: the estimates at time `evaluated`, for each known class and for each
+            class without a label.
         worth: same shape: the worth at time `evaluated`. Classes with equal worth share a row.
         rows: row in `worth` of each class.
         next_evaluation: time of the next `evaluate`.
-        sums: scratch memory of `evaluate`: three pairs of rows, for all classes, for the classes with one use
-            count, and for the classes that differ only in their label. Each pair has the reuses, then the
-            exposures.
+        sums: scratch memory of `evaluate`: a row of reuses and a row of exposures for each of three groups:
+            all classes, the classes with one use count, the classes that differ only in their label.
 
     Cost: an index probe and a few writes for each sampled key; one key in `sampled_one_in` is sampled. In
     addition, O(known classes * ages^2) every 16,384 references, which takes 10 to 100 us. Memory: 3 MB and
@@ -309,10 +303,7 @@ def _add_evidence(lifetimes: Lifetimes, row: int, start: int, stop: int) -> None
 
 @inline
 def _begin_sums(lifetimes: Lifetimes, row: int, prior: int) -> None:
-    """Initialize the sums at `row` with `PRIOR_WEIGHT` exposures.
-
-    The share of reuses among these exposures is the estimate of the group at row `prior`.
-    """
+    """Initialize the sums at `row` with `PRIOR_WEIGHT` exposures that have the reuse ratio of row `prior`."""
     sums = lifetimes.sums
     for age in range(NUM_AGES):
         sums[row, age] = PRIOR_WEIGHT * (sums[prior, age] / sums[prior + 1, age])
@@ -334,10 +325,7 @@ def _set_hazard(lifetimes: Lifetimes, block_class: int) -> None:
 
 @inline
 def _estimate(lifetimes: Lifetimes) -> None:
-    """Estimate the chance of a reuse for each class and age, shrunk towards the class's parent groups.
-
-    Skips unknown classes with a label.
-    """
+    """Estimate the chance of a reuse for each class and age. Skips unknown classes with a label."""
     sums, num_labels, group_size = lifetimes.sums, lifetimes.num_labels, lifetimes.group_size
     num_classes = lifetimes.reused.shape[0]
     for age in range(NUM_AGES):
@@ -358,10 +346,9 @@ def _estimate(lifetimes: Lifetimes) -> None:
 
 @inline
 def _gittins_index(lifetimes: Lifetimes, block_class: int, age: int) -> float:
-    """Return the highest ratio of expected hits to slot-time that any holding time has.
+    """Return the maximum, over all holding times, of expected hits / expected slot-time.
 
-    The holding time starts when the block is at the start of the age bucket `age`. The slot-time includes the
-    cost of an insertion (`ENTERING`).
+    Holding times begin at the start of the age bucket `age`. The slot-time includes `ENTERING`.
     """
     hazard, bounds = lifetimes.hazard, lifetimes.bounds
     alive, hits, slot_time = 1.0, 0.0, lifetimes.entering
@@ -394,7 +381,7 @@ def _has_equal_hazard(lifetimes: Lifetimes, one: int, other: int) -> bool:
 def _set_worth(lifetimes: Lifetimes) -> None:
     """Compute the worth of all classes. Neighbouring classes with equal estimates share one row.
 
-    A class with a label but no evidence shares the row of its class without a label.
+    A class with a label but no evidence shares the row of the class that differs only in having no label.
     """
     exposed, worth, rows = lifetimes.exposed, lifetimes.worth, lifetimes.rows
     num_labels, computed = lifetimes.num_labels, 0
