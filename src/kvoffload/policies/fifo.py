@@ -19,9 +19,9 @@ class State(Struct):
 
 
 class FIFO(CompiledPolicy):
-    """Evicts the block stored first. The simplest baseline.
+    """Evicts the block stored first.
 
-    The original algorithm handles single pages. Our choices for batches:
+    The simplest baseline. The original algorithm handles single pages. Our choices for batches:
 
     - The blocks of a batch join the queue in prefix order, so a prefix loses its head before its tail. This
       order reproduces the golden numbers exactly. The reverse order, as in LRU, gains up to 0.0023 of the
