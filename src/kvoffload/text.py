@@ -49,7 +49,7 @@ def outside_blocks(share: float | None, ratios: str = "percentages of the prefil
 
     Args:
         share: share of these tokens, 0 to 1. If it is None, the list is empty.
-        ratios: name of the numbers that leave these tokens out, as a part of the sentence.
+        ratios: words of the sentence that name the numbers computed without these tokens.
     """
     if share is None:
         return []
@@ -65,7 +65,7 @@ def interval(low: float | None, high: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a duration with three digits: ``320 ms``, ``2.4 s``, ``12 min``, ``5.2 years``."""
+    """Format a duration with up to three digits: ``320 ms``, ``2.4 s``, ``12 min``, ``5.2 years``."""
     for below, unit_s, name in _DURATIONS:
         if seconds < below:
             return f"{_three_digits(seconds / unit_s)} {name}" if seconds else "0 s"

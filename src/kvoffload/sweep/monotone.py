@@ -13,7 +13,7 @@ from kvoffload.sweep.table import Row
 from kvoffload.text import percent
 
 _MOST_LOST = 0.005
-"""A loss of at most half a point is not reported."""
+"""Losses of at most half a percentage point are not reported."""
 _NAMED = 2
 """Largest number of losses that the sentence names; further losses are counted."""
 
@@ -26,7 +26,7 @@ class Measured(NamedTuple):
         name: the configuration in words.
         ram: size of RAM, in any unit.
         size: the size of RAM in words.
-        share: hits as a share of all block references or of the prefill.
+        share: the prefix-hit ratio.
     """
 
     configuration: Hashable
@@ -37,10 +37,7 @@ class Measured(NamedTuple):
 
 
 def less_with_more(measured: Iterable[Measured]) -> list[str]:
-    """Return one sentence about losses with more RAM, the largest loss first.
-
-    Returns "" if there is no loss.
-    """
+    """Return a list with one sentence about the losses, the largest loss first; empty if there is no loss."""
     curves: dict[Hashable, list[Measured]] = {}
     for point in sorted(measured, key=lambda point: point.ram):
         curves.setdefault(point.configuration, []).append(point)

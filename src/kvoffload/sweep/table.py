@@ -47,12 +47,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         blocks_written, bytes_written: writes to RAM; `bytes_written` is null if the block size is unknown.
         writes_per_ref: blocks written to RAM per block reference.
         tier_writes_per_ref: blocks written to the tiers behind RAM, per reference.
-        optimum_hit_ratio: upper bound for any policy with these sizes. If the optimum is unknown, because
-            engines have devices and separate RAM, the same as `infinite_hit_ratio`.
+        optimum_hit_ratio: upper bound for any policy with these sizes. For several instances with
+            device caches and separate RAM no such bound is known: the value is `infinite_hit_ratio`.
         infinite_hit_ratio: prefix-hit ratio of an unlimited cache.
-        baseline: policy and admission rule of the row with which this row is compared. The policy is LRU. The
-            rule is ``all`` or, if the sweep does not include ``all``, the sweep's first rule. Both rows have
-            equal sizes, store mode, tiers and `shared_ram`. Null if the sweep does not include LRU.
+        baseline: policy and admission rule of the LRU row with which this row is compared, a row of the same
+            scenario (`place`). The rule is ``all`` if the sweep includes ``all``, otherwise the sweep's first
+            rule. Null if the sweep does not include LRU.
         diff_vs_lru: prefix-hit ratio minus the prefix-hit ratio of the baseline.
         diff_low, diff_high, diff_correlation: paired confidence interval of this difference. The difference
             is significant if the interval does not contain 0.
@@ -146,10 +146,10 @@ class SweptTrace:
 
 
 class Runs:
-    """Measurements of a sweep, and confidence intervals of points and of differences between points.
+    """Measurements of a sweep, with confidence intervals of hit ratios and of their differences.
 
     Attributes:
-        traces, points: traces and points of the sweep.
+        traces, points: traces of the sweep, and points of its grid.
         measured: a measurement for each point, in the order of `points`.
         seed, resamples: parameters of the intervals.
     """

@@ -40,8 +40,8 @@ class Measurement(msgspec.Struct, frozen=True):
 
     Attributes:
         window_hits: number of prefix hits in each window (`bootstrap.window_sums`).
-        instance_window_hits: with several instances, a list like `window_hits` for each instance. Its windows
-            divide the requests of that instance only. Instances without block references are left out.
+        instance_window_hits: for several instances, a list like `window_hits` for each instance, computed
+            from the requests of that instance. Instances without block references are left out.
     """
 
     report: ReplayReport
@@ -210,9 +210,9 @@ def code_digest(policy: str = "", admission: str = "") -> str:
 
 
 def code_digests(config: ReplayConfig | None) -> list[str]:
-    """Compute `code_digest` for RAM and for each tier that has a policy.
+    """Return the `code_digest` of RAM's policy and rule, then of each tier's policy and rule.
 
-    If `config` is None, a device cache is replayed: returns the one digest of this package.
+    If `config` is None, as for a replay of a device cache alone, returns only the digest of this package.
     """
     if config is None:
         return [code_digest()]

@@ -40,10 +40,9 @@ class Verdict:
         baseline: the LRU row of this scenario; None without LRU. May be the same row as `best`.
         where: the scenario in words, without trace and device: ``at 5%, on-compute``.
         certainty: certainty of the lead of `best` over `baseline`; UNKNOWN if there is no interval.
-        alike: rows whose difference from `best` is not significant, most hits first. If the trace is too
-            short for intervals, `alike` has the rows with exactly as many hits as `best`. The baseline is
-            never in `alike`.
-        rivals: number of other rows of this scenario.
+        alike: rows that are not significantly worse than `best`, most hits first. If the trace is too short
+            for intervals, rows with exactly as many hits as `best`. The baseline is left out.
+        rivals: number of rows of this scenario, without `best`.
     """
 
     number: int
@@ -100,13 +99,10 @@ class Verdict:
 
 
 def certainty_of(low: float | None, correlation: float | None) -> Certainty:
-    """Classify a difference by its interval.
+    """Classify a lead by the lower limit `low` of its interval.
 
-    Without an interval, both arguments are None and the result is UNKNOWN.
-
-    Args:
-        low: lower limit of the interval.
-        correlation: correlation of neighbouring windows.
+    A lead is significant if `low` is above 0. A significant lead is LIKELY instead of SURE if neighbouring
+    windows have a `correlation` above `CORRELATED`. If there is no interval, both arguments are None.
     """
     if low is None or correlation is None:
         return Certainty.UNKNOWN
@@ -146,7 +142,7 @@ def verdicts_of(
 
 
 def ram_of(row: Row) -> str:
-    """Return the text ``shared RAM`` or ``separate RAM``, as the row's instances use RAM."""
+    """Return ``shared RAM`` if the row's instances share RAM, otherwise ``separate RAM``."""
     return "shared RAM" if row.shared_ram else "separate RAM"
 
 
