@@ -60,7 +60,7 @@ class AdmissionConformance:
             run_machine(machine)
 
     def test_it_answers_for_each_block_and_admits_a_length(self) -> None:
-        """Check the results of `admit` and `leading`, and that these methods do not change the rule."""
+        """Check that `admit` judges each key, `leading` counts to a refusal, and neither changes the rule."""
         for seed in _SEEDS:
             rule = self.make()
             for _, _, numbers in random_script(seed, num_steps=100):

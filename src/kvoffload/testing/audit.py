@@ -73,8 +73,8 @@ def snapshot(thing: Any, ignore: Collection[str] = ()) -> Any:
 def _snapshot(thing: Any, ignore: frozenset[str], seen: dict[int, tuple[int, Any]]) -> Any:
     """Return the snapshot of a part.
 
-    `seen` maps the `id` of each part so far to the part's number and the part. The reference to the part
-    keeps its `id` from being reused.
+    `seen` maps the `id` of each earlier part to the part's number and the part. While `seen` holds the part,
+    no other part can have this `id`.
     """
     if thing is None or isinstance(thing, (bool, int, str, bytes, Enum, type)):
         return thing
@@ -136,7 +136,7 @@ def state_of(thing: Any) -> bytes | Any:
 
 
 def duplicate_slots(manager: OffloadingManager) -> list[int] | None:
-    """Return the slots of the duplicates in order of eviction; None if the manager is not a victim tier."""
+    """Return the slots of blocks that the device also has, in eviction order; None without a victim tier."""
     mode = manager.store_mode
     return mode.cache.duplicates.members(0) if mode.follows_device else None
 

@@ -54,10 +54,7 @@ _ROLES = ("may leave", "pinned", "in flight", "of the storing request", "damaged
 
 
 def fatal(check: Check) -> Check:
-    """Decorator for a fatal check. If it fails, pytest skips the checks after it.
-
-    They would fail for the same reason.
-    """
+    """Decorator for a fatal check. If it fails, later checks would fail, too, and are skipped."""
 
     @wraps(check)
     def run(self: PolicyConformance) -> None:
@@ -111,9 +108,9 @@ class PolicyConformance:
 
     @fatal
     def test_it_is_found_and_says_its_name(self) -> None:
-        """Check that the policy can be found and has a name.
+        """Check that the policy can be found by name.
 
-        A new policy reports numbers in `stats`, and its `order` is empty.
+        Also checks that a new policy has only numbers in `stats`, and an empty `order`.
         """
         name = POLICIES.find(self.policy).name  # refuses a class without a name or with missing methods
         policy = _manager(self.policy, 3).policy
@@ -223,9 +220,8 @@ class PolicyConformance:
     def test_it_is_told_of_blocks_that_return(self) -> None:
         """Check the `reused` flags that a policy of a victim tier gets in `access`.
 
-        The flag of a dropped block is True exactly if a request has used the block again since it was
-        computed. A policy whose `needs_returns` is False gets no True flag: it observes all traffic, or
-        ignores uses.
+        When the device drops a block, the flag is True if another request has used the block since it was
+        computed. If the policy's `needs_returns` is False, every flag is False.
         """
         policy_class = POLICIES.find(self.policy)
         accesses: list[tuple[bytes, bool]] = []
@@ -433,7 +429,7 @@ def _size_of_class(policy: type) -> int:
 
 
 def _check_protection(manager: OffloadingManager, roles: list[str], touched: list[int], offered: int) -> None:
-    """Fill a cache with a block for each role, offer new blocks, and check which blocks were evicted."""
+    """Fill a cache with a block for each role, offer new blocks, and check that protected blocks stay."""
     keys = [key_of(number, _KEY_BYTES) for number in range(len(roles))]
     for key, role in zip(keys, roles, strict=True):
         entering = _store(manager, [key])

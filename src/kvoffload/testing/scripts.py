@@ -45,10 +45,7 @@ ACTIONS = (
 
 
 def scripts(num_keys: int = 12, num_requests: int = 3, max_steps: int = 60) -> st.SearchStrategy[list[Step]]:
-    """Draw scripts in which requests interleave.
-
-    Each request uses a prefix of one of a few chains of keys.
-    """
+    """Draw scripts in which requests interleave. Each step names up to 5 consecutive keys."""
     chain = st.tuples(st.integers(0, num_keys - 1), st.integers(1, 5)).map(lambda r: [*range(r[0], sum(r))])
     step = st.tuples(st.sampled_from(ACTIONS), st.integers(0, num_requests - 1), chain)
     return long_lists(step, max_steps)

@@ -65,7 +65,7 @@ def run_machine(machine: type[RuleBasedStateMachine]) -> None:
 class _Limit:
     """Raises `_TimeIsUp` if more than `SHRINK_CPU_S` of CPU time have passed since the first failure.
 
-    Raises only after an example: Hypothesis requires that a repeated example draws the same values.
+    Never raises within an example, because Hypothesis repeats the example and expects the same draws.
     """
 
     def __init__(self) -> None:

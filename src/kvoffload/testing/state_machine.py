@@ -66,7 +66,7 @@ class Request:
 
     Attributes:
         accessed: keys that the request has touched or stored.
-        cut: first key that the policy refused in its last refusal.
+        cut: first key that the policy refused, in the latest store that the policy refused in part.
     """
 
     ctx: RequestContext | None
@@ -94,8 +94,7 @@ class ManagerMachine(RuleBasedStateMachine):
     """The rules and the model. `manager_machine` creates subclasses.
 
     Attributes:
-        state: the model: each key's state, WRITING or READY.
-        slot_of: the model: each key's slot.
+        state, slot_of: state (WRITING or READY) and slot of each key, according to the model.
         pins: number of readers of each slot.
         memory: contents of each slot; the bytes of a block are its key.
         duplicates: in a victim tier, keys of blocks that the device also holds, in order of eviction.
@@ -137,10 +136,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(target=requests)
     def begin_without_context(self) -> Request:
-        """Create a request of the model whose calls pass no context.
-
-        The manager counts each call as a separate request.
-        """
+        """Create a request that passes no context to the manager. Each call then counts as a new request."""
         return Request(None)
 
     @rule(request=consumes(requests), hints=any_hints)
@@ -396,9 +392,9 @@ class ManagerMachine(RuleBasedStateMachine):
     # ---- checks of plans
 
     def _is_cut(self, request: Request, missing: list[bytes]) -> bool:
-        """Return True if the missing blocks cannot be stored.
+        """Return True if an earlier block of the request was refused and is still absent.
 
-        They cannot if an earlier block of the request was refused, and is still absent.
+        The missing blocks then cannot be stored.
         """
         if request.ctx is None or request.cut is None or request.cut in self.state or not missing:
             return False
@@ -454,7 +450,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def _limit(
         self, request: Request, num_missing: int, may_leave: set[bytes], num_free: int
     ) -> tuple[int, int]:
-        """Return two numbers for a store: blocks that have room, and free slots that the store may use.
+        """Return the number of blocks that a store has room for, and how many free slots it may use.
 
         Subclasses with quotas remove blocks from `may_leave`.
         """
@@ -506,7 +502,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return True
 
     def _end_wait(self, ctx: RequestContext) -> None:
-        """Remove a waiting request. In its room, expect keys of other waiting requests, oldest first."""
+        """Remove a waiting request, and use the room to expect keys of other requests, oldest first."""
         if self.waiting.pop(ctx, None) is not None:
             self.is_full = self.is_full and not all(map(self._expect_all, self.waiting))
 
