@@ -1,4 +1,4 @@
-"""Reasons of misses, if there are tiers behind RAM."""
+"""Corrects RAM's counts of misses by reason, if there are tiers behind RAM."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvoffload.tiers.contract import Mask
 
 
 def change_of(codes: npt.NDArray[np.int32], in_tier: Mask) -> CountArray:
-    """Return the corrections to add to the miss counts, by code, for one prefix.
+    """Return a correction for each code, to add to RAM's miss counts after the lookup of a prefix.
 
-    RAM's manager has counted the blocks that a tier has as if there were no tiers. The corrections move these
-    blocks to two other codes. The first block that is neither in RAM nor in a tier is the gap. A block in a
-    tier counts as `TIER_GAVE_UP` if it precedes the gap, and as `BEHIND_A_GAP` if it follows the gap.
+    RAM has counted the blocks in tiers as if there were no tiers. The corrections give these blocks the code
+    `TIER_GAVE_UP` or, behind the gap, `BEHIND_A_GAP`. The gap is the first block of the prefix that is
+    neither in RAM nor in a tier.
 
     Args:
         codes: `miss_record` code that RAM counted for each block of the prefix.

@@ -70,8 +70,8 @@ class Promotion:
         Returns True if the first block must wait for the tier's reads in flight (`SecondaryTier.read_room`).
 
         Args:
-            max_blocks: limit of the slots that this read may reserve while no other read runs; None for the
-                usual limit.
+            max_blocks: limit of the slots that this read may reserve while no other read runs; None
+                for up to twice `TierStack.max_in_flight`.
         """
         for lane in self._stack.lanes:
             lane.tier.missed(keys)

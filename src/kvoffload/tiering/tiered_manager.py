@@ -44,9 +44,8 @@ class TieredManager:
     **Cascade.** A block is offered to every tier when its store is complete. At the end of a request, the
     request's blocks in RAM are offered again. The tier's admission rule decides which blocks it takes. A
     block is pinned in RAM while it is written. Blocks for a busy tier are queued; if RAM evicts a queued
-    block before the tier has room, the block is not written. No request waits for a write. A block that RAM
-    refuses to store reaches no tier. RAM's admission rule may refuse any block; RAM's policy refuses blocks
-    only if its ``write_cost`` is set.
+    block before the tier has room, the block is not written. No request waits for a write. If RAM refuses
+    to store a block, the block reaches no tier. RAM's policy refuses blocks only if ``write_cost`` is set.
 
     **Promote.** If a looked-up prefix continues in a tier, the manager reserves slots of RAM for the blocks
     that fit. It then reads and verifies these blocks. Meanwhile `lookup` returns RETRY. Afterwards sound
@@ -76,8 +75,8 @@ class TieredManager:
         deadline_s: longest time that a request waits for tiers.
         recompute_s_per_block: seconds to compute a block; None while unknown. May be set at any time.
         max_in_flight: share of `usable_blocks` that the writes to all tiers together may pin; 1.0 for no
-            limit. Slow tiers get smaller parts of the share. Reads may reserve as many slots as writes. A
-            read that runs alone may reserve twice as many, up to half of `usable_blocks`.
+            limit. Slow tiers get smaller parts of the share. Reads may reserve the same share of slots, or
+            twice the share if no other read runs, up to half of `usable_blocks`.
         clock: monotonic seconds.
         make_ram_manager: creates the manager of RAM; `NodeManager` for RAM that processes share.
 
@@ -505,8 +504,8 @@ class TieredManager:
     def close(self, timeout_s: float = 10.0) -> None:
         """Wait up to `timeout_s` for the jobs in flight, and close the tiers.
 
-        Queued blocks are not written; to write them, call `flush` first. For each tier, logs the number of
-        blocks that were queued or lost before the tier accepted them.
+        Call `flush` first to write the blocks that are queued for a tier. For each tier, logs the number of
+        blocks that the tier has not accepted.
         """
         self._cascade.stop()
         self.settle(timeout_s)

@@ -42,12 +42,11 @@ def num_worth_reading(
     now: float,
     spent_s: float = 0.0,
 ) -> int:
-    """Return the number of leading blocks that are worth reading.
+    """Return the largest number of leading blocks whose read takes no longer than computing, or 0.
 
-    The first `n` blocks are worth reading if their read takes no longer than to compute every block that
-    becomes loadable: these blocks, and the blocks of RAM between and directly behind them. While `compute_s`
-    is None, all blocks are worth reading. If no block is worth reading, returns 0, or the number of all
-    blocks if a trial is due (`TierLane.is_trial_due`).
+    A read saves the time to compute two kinds of blocks: the read blocks, and blocks of RAM between or
+    directly behind them. All blocks are read in two cases: `compute_s` is None, or no read would be fast
+    enough but a trial is due (`TierLane.is_trial_due`).
 
     Args:
         sources: tier of each block.
@@ -72,8 +71,7 @@ def num_worth_reading(
 def break_even(tier: SharedTier, compute_s: float | None) -> str:
     """Return a sentence for the log: the speed above which reading from a shared tier beats computing.
 
-    Args:
-        compute_s: seconds to compute a block; None while unknown.
+    If `compute_s` is None, the sentence says that all blocks of the tier are read.
     """
     if compute_s is None:
         return "all its blocks are read; with recompute_tokens_per_s only reads that pay are made"
