@@ -54,8 +54,7 @@ class SecondaryTier(ABC):
     `submit_read` or `submit_write` raises, no job has begun.
 
     Failures of the medium raise nothing. A block that was not read or written, or has a wrong checksum, is
-    False in the job's result. `contains` is then False for the block. After a transient read error, such as
-    ENOMEM, the tier may keep the block.
+    False in the job's result. The tier forgets the block, except after a transient read error such as ENOMEM.
 
     Thread: all methods on the scheduler's thread; only `drain` and `close` wait for the medium. A job does
     not see the effects of jobs that were in flight at its submission.
@@ -90,7 +89,7 @@ class SecondaryTier(ABC):
     def missed(self, keys: Keys) -> None:  # noqa: B027  (for rules that learn the value of blocks)
         """Record that a lookup did not find these blocks in RAM. The tier may or may not have them.
 
-        Called before the request's uses are counted. A request may report a block several times.
+        Callers report the misses of a request before its uses, and may report a block several times.
         """
 
     def set_tenants(self, quotas: Mapping[str, Quota], owner_of: OwnerOf) -> None:

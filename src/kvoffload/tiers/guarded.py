@@ -183,7 +183,7 @@ class GuardedTier(SharedTier, GroupedTier):
     def queue_room(self) -> int:
         """Room in the tier's write queue, in blocks.
 
-        ``sys.maxsize`` during a pause, because the guard drops all offers then.
+        ``sys.maxsize`` during a pause, in which the guard drops all offers anyway.
         """
         return self._call_unless_paused(
             "queue_room",

@@ -52,8 +52,8 @@ class MemoryTier:
     `verify_slots` detect:
 
     - damaged, zeroed or torn blocks, with probability 1 - 2^-64;
-    - the bytes of another block, even if the checksum was moved with the bytes, as after a swap of two slots.
-      The probability is 1 - 2^-64 for each pair of keys;
+    - the bytes of another block, even with the checksum of that block, as after a swap of two slots; the
+      probability is 1 - 2^-64 for each pair of keys;
     - slots that were never written, or were erased.
 
     If the checksum itself is damaged, a sound block counts as damaged.
@@ -110,8 +110,8 @@ class MemoryTier:
     def write(self, keys: Keys, slots: Rows, source: DeviceArray | CopyEngine, source_rows: Rows) -> None:
         """Copy block `i` from ``source[source_rows[i]]`` into ``slots[i]``, and compute its checksum.
 
-        `source` is the memory of a device, or a copy engine of the device, which is faster if it is used for
-        many calls. Slots must be distinct. If the device fails, its error is raised, and the unfinished slots
+        `source` is the memory of a device, or a copy engine of the device. For many calls, a copy engine is
+        faster. Slots must be distinct. If the device fails, its error is raised, and the unfinished slots
         count as never written.
         """
         engine = self._engine_for(source)

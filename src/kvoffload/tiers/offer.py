@@ -27,9 +27,9 @@ MOST_QUOTAS = MAX_TENANTS - 2
 
 
 class Purse:
-    """A tier's share of a write budget.
+    """Pays for a tier's writes from a write budget that several tiers may share.
 
-    It also reports each offer to the tier's admission rule (`Admission.settle`).
+    Also reports each offer to the tier's admission rule (`Admission.settle`).
 
     Args:
         manager: the tier's manager.
@@ -105,9 +105,9 @@ class ManagedTier(SecondaryTier):
         )
 
     def _owned(self, keys: Keys, request: RequestContext | None = None) -> RequestContext | None:
-        """Set the tenant of a request to the tenant of these blocks. If `request` is None, begin a request.
+        """Assign a request, by default a new request, to the tenant of these blocks; returns the request.
 
-        Returns that request. If the tier has no quotas, returns `request` unchanged.
+        Without quotas or keys, does nothing and returns `request`, even if it is None.
         """
         if self._owner_of is None or len(keys) == 0:
             return request

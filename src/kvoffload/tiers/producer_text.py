@@ -123,7 +123,7 @@ def summary(text: str) -> str:
 
 
 def differences(first: str, second: str) -> list[Difference]:
-    """Return the fields that differ between two producers' texts, each with its shortest unique name."""
+    """Return the fields that differ between two producers' texts, with names as `_short` returns them."""
     a, b = fields(first), fields(second)
     names = sorted(name for name in {*a, *b} if a.get(name, ABSENT) != b.get(name, ABSENT))
     short = _short(names)

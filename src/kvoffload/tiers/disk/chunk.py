@@ -28,7 +28,7 @@ class Chunk:
         outcomes: outcome of each block; set before the chunk is delivered.
         checksums: the expected checksums of a read. A write sets them before the chunk is delivered.
         stamps: access stamps of written blocks.
-        gate: number of removals that must be durable before a write starts.
+        gate: a write may start when this many removals are durable (`Committer.remove`).
         written_at_s: time of the write, in seconds since 1970.
     """
 

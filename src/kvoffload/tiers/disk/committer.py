@@ -119,7 +119,7 @@ class Committer:
     def remove(self, slots: SlabSlots) -> int:
         """Record that slots were emptied; return their gate.
 
-        The gate is the total number of removals that must be durable before the slots are written again.
+        The gate is the number of all removals so far. The slots may be written when so many are durable.
         """
         with self.lock:
             if not self.broken:
@@ -138,9 +138,7 @@ class Committer:
             self._wake.notify()
 
     def access(self, slots: SlabSlots, stamps: Stamps) -> None:
-        """Queue accesses to slots for the next commit.
-
-        A slot number with the flag `REUSE` marks a use of the block.
+        """Queue accesses to `slots`, numbers with or without the flag `REUSE`, for the next commit.
 
         Drops the accesses if too many are queued, or if the journal is broken.
         """
@@ -164,7 +162,7 @@ class Committer:
         return True
 
     def note_started(self) -> None:
-        """Wake the committer if chunks are held. Called when a thread has taken a write chunk."""
+        """Called when a thread has taken a write chunk. If chunks are held, a commit may now be due."""
         if self._gated:
             self._wake.notify()
 
@@ -191,10 +189,7 @@ class Committer:
         return self.broken or (self._pending.is_empty and not self._committing)
 
     def flush(self, flushing: bool) -> None:
-        """If `flushing` is True, commit pending accesses at once instead of after a pause.
-
-        Set while a caller drains.
-        """
+        """Commit pending accesses at once if `flushing` is True, as for a drain; otherwise after a pause."""
         self._flushing = flushing
         self._wake.notify()
 

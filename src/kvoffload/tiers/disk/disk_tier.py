@@ -59,8 +59,8 @@ READ_CHUNK_BYTES = 512 * 1024
 a thread takes as long as reading and verifying 128 KiB."""
 
 REFUSED_READS_S = 60.0
-"""Period in seconds. If the system refuses to read a block (ENOMEM, ESTALE), the block is kept for this long
-and may be read again. If reads still fail afterwards, the block is forgotten.
+"""Seconds for which a block is kept although the system refuses to read it (ENOMEM, ESTALE). If the system
+still refuses afterwards, the tier forgets the block.
 """
 _MAX_REFUSED = 1 << 16
 
@@ -209,7 +209,7 @@ class DiskTier(ManagedTier):
             undo.pop_all()
 
     def _restore(self, contents: Contents) -> SlabSlots:
-        """Register the slab's blocks in the manager; return the places of the blocks that do not fit."""
+        """Register the slab's blocks in the manager; return the slab's slots of blocks that do not fit."""
         # At least the time, because a crashed process may have written blocks that the journal lacks.
         now_ns = min(int(self._files.time_s() * 1e9), _LATEST_NS)
         next_generation = max(contents.last_generation + 1, self._slab.void_before, now_ns)
@@ -302,7 +302,7 @@ class DiskTier(ManagedTier):
 
     @property
     def queue_room(self) -> int:
-        """Room in the write queue, in blocks; ``sys.maxsize`` while the tier drops all writes."""
+        """Room in the write queue, in blocks; ``sys.maxsize`` while the tier drops all writes anyway."""
         return max(0, self._queue_blocks - self._num_queued) if self.accepts_writes else sys.maxsize
 
     def finished(self) -> list[JobResult]:
@@ -486,12 +486,11 @@ class DiskTier(ManagedTier):
         self._placement.confine(self._usable_end, self._manager)
 
     def _follow_file_growth(self, num_blocks: int) -> None:
-        """Raise a confined capacity as far as the file allows.
+        """Raise the capacity that `_confine` has reduced.
 
-        - While the file cannot grow, the usable slots are the slots that the file has.
-        - When the file may grow again, `num_blocks` more slots become usable: writing to them makes the file
-          grow.
-        - When the file has grown, all slots of the layout become usable.
+        - If the file cannot grow now, the slots in the file are usable.
+        - If the file may grow again, `num_blocks` more slots are usable. A write to them makes the file grow.
+        - If the file has grown, all slots of the layout are usable.
         """
         end, reserved = self._slab.layout.num_slots, self._slab.num_reserved
         if self._usable_end == end:
@@ -528,10 +527,7 @@ class DiskTier(ManagedTier):
         self._forget(plan.slots[bad])
 
     def _may_retry(self, job: Job, row: int) -> bool:
-        """Return True if the system has refused a read that may be repeated.
-
-        It may be repeated until `REFUSED_READS_S` after the first refusal.
-        """
+        """Return True if the system has refused this read, for the first time within `REFUSED_READS_S`."""
         generation = int(job.generations[row])
         if job.outcomes[row] != REFUSED:
             self._refused.pop(generation, None)

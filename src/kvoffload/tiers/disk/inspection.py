@@ -27,8 +27,8 @@ class SlabReport:
     Attributes:
         problem: reason why the slab is unusable; empty for a usable slab. With a problem, only `name` and
             `file_bytes` are set.
-        owner: pid of the process that has the directory open, or None. The report may be slightly outdated
-            while a process has the directory open.
+        owner: pid of the process that has the directory open, or None. While a process has the directory
+            open, the report may be outdated.
         written_at_s: earliest, median and latest write time of the blocks; empty if there are no blocks.
         log_used: used share of the log, 0 to 1.
         journal_damage: number of unreadable parts of the journal.

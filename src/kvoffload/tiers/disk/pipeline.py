@@ -25,8 +25,7 @@ class Pipeline:
     wait for stores. If the committer is broken, writes fail at once, and reads still work.
 
     Thread: `submit`, `drain` and `close` on one thread; `drain` and `close` wait. `deliver` is called on any
-    thread. Raises: `RuntimeError` if a thread cannot be started. The threads that had started have ended
-    then.
+    thread. Raises: `RuntimeError` if a thread cannot be started; no thread is left running.
 
     Attributes:
         num_threads: number of threads that move blocks.

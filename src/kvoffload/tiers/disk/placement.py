@@ -30,7 +30,7 @@ With longer batches some policies are slow.
 class Placement:
     """Place and metadata of the block in each slot of the manager.
 
-    The *gate* of a place is the number of removals that must be durable before the place is written again.
+    A place may be written when as many removals as its *gate* are durable (`Committer.remove`).
 
     Args:
         layout: layout of the slab. The manager has `Layout.num_blocks` slots; the slab's other usable slots

@@ -185,7 +185,7 @@ class Recovered:
         sequence: number of the next group in the log.
         log_end: offset of the next group in the log.
         damaged: number of lost groups, heads and pages, including losses from unreadable pages.
-        unreadable: number of pages that the medium failed to read. Pages with another copy do not count.
+        unreadable: number of pages that the medium failed to read, except heads with a sound copy.
         unfinished: True if the log ends in an incomplete group, as after a crash. This is no damage.
         corrected: True if `contents` differ from the journal. A new checkpoint is then needed.
     """

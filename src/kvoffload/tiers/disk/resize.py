@@ -25,8 +25,8 @@ def resize(slab: Slab, recovered: Recovered, target: Layout, capacity_bytes: int
 
     Args:
         target: the new layout: ``slab.layout.with_capacity(capacity_bytes)``.
-        capacity_bytes: new capacity. To resume an interrupted change, pass at most the capacity in the
-            superblock.
+        capacity_bytes: new capacity. If an interrupted change is resumed (`Layout.is_moving`), at most the
+            slab's present capacity.
 
     Cost: a few passes over the journal, and copies of the blocks whose slots disappear. Raises `OSError`.
     """

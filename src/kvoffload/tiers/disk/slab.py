@@ -81,7 +81,7 @@ class Slab:
     The file may be shorter than the layout if slabs of other producers share the directory. A write to a slot
     beyond the end of the file makes the file grow.
 
-    Failed reads and writes of blocks are outcomes. Writes of journal pages and `sync` raise `OSError`.
+    A failed read or write of a block is an outcome, no exception. `sync` and `write_pages` raise `OSError`.
 
     Thread: any. Concurrent calls need different slots, and each thread its own `Scratch`.
 
@@ -216,9 +216,7 @@ class Slab:
                 raise _no_room()
 
     def reserve(self, num_slots: int) -> None:
-        """Extend the file to at least `num_slots` slots.
-
-        If the disk has space, extend it up to the limit of `room`.
+        """Extend the file to at least `num_slots` slots, or to the limit of `room` if the disk has space.
 
         Shrinks other slabs of the directory if `num_slots` slots do not fit otherwise. If the file does not
         reach the limit, `may_grow` is False for a while. Raises `OSError`.
@@ -470,8 +468,8 @@ class Slab:
     def repair_superblocks(self) -> None:
         """Rewrite each superblock that differs from the valid copy. A failed write is logged.
 
-        Later updates write the repaired superblock first. If such an update is interrupted, the other
-        superblock is still sound.
+        Later updates write the repaired superblock first. An interrupted update then leaves the valid copy
+        unchanged.
         """
         for at in (PAGE_BYTES, 0):
             if not np.array_equal(self.read_pages(at, PAGE_BYTES)[0], self._superblock):

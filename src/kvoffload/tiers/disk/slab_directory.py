@@ -34,9 +34,8 @@ from kvoffload.tiers.rate_limited_log import RateLimitedLog
 SLABS = "kvoffload*.slab"
 """Glob pattern of slab names."""
 SMALLEST_SHARE = 16
-"""Divisor of a slab's number of slots, used by two rules. First, a slab that must shrink gives up at most a
-sixteenth of its slots more than necessary, as a margin. Second, a slab whose file has at most a sixteenth of
-its slots is deleted instead."""
+"""Divisor of a slab's usable slots. A slab that must shrink gives up at most a sixteenth of them more than
+necessary, as a margin. If the slab's file has at most a sixteenth of them, the slab is deleted instead."""
 
 
 class Geometry(NamedTuple):

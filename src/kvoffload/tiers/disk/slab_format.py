@@ -242,7 +242,7 @@ def decode_group(layout: Layout, slab_id: int, memory: Bytes) -> Group | None:
 
 
 class Head(NamedTuple):
-    """Head of a checkpoint. The first and the last page hold a copy each, written after all groups.
+    """Head of a checkpoint. The checkpoint's first and last page are equal copies, written after all groups.
 
     Attributes:
         last_generation: greatest generation of any block that was ever written, also of removed blocks.

@@ -220,9 +220,9 @@ class Layout:
     def with_capacity(self, capacity_bytes: int) -> Layout | None:
         """Return the layout for another capacity, with unchanged slot offsets; None if no block would fit.
 
-        If there are more slots, the journal may have to become longer. The longer journal takes the space of
-        the first slots. During this change the journal is behind the last slot. If the capacity has no space
-        for the journal there, the old journal stays in its place, and its length limits the number of slots.
+        More slots may need a longer journal, which takes the space of the first slots. Until it is written,
+        the old journal is behind the last slot. If the capacity has no space for the old journal there,
+        the journal does not change, and its length limits the number of slots.
         """
         room = (capacity_bytes - LOCK_FILE_BYTES - self.origin) // self.slot_bytes
         end = min(MAX_SLOTS, max(0, room))
@@ -238,9 +238,9 @@ class Layout:
         return kept if kept.num_usable > 0 else None
 
     def _with_new_journal(self, end: int) -> Layout | None:
-        """Return the layout with the most usable slots before slot `end`, and their journal in front of them.
+        """Return the layout with a new journal and, behind it, as many usable slots as fit before slot `end`.
 
-        Returns None if no such layout exists.
+        Returns None if no slot would be usable.
         """
         low, high = 0, end
         while low < high:

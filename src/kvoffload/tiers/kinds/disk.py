@@ -61,9 +61,9 @@ class DiskOptions(SizedTierOptions):
     salt: Salt = ""
 
     def open(self, owner: TierOwner) -> SecondaryTier:
-        """Open the tier in the subdirectory `owner.replica` of each path.
+        """Open the tier in the subdirectory `owner.replica` of each path, so that engines can share paths.
 
-        Several engines can therefore use the same paths.
+        An unavailable path is reported (`TierOwner.handle_unavailable`) and left out, unless all paths are.
         """
         if owner.block_bytes == 0:
             raise ConfigError(

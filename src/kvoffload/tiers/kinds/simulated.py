@@ -57,7 +57,7 @@ class SimulatedOptions(SizedTierOptions):
 def simulated_like(field: str, tier: TierOptions) -> SimulatedOptions:
     """Return the options of a simulated tier with the capacity, policy and admission rule of `tier`.
 
-    Each of several engines has its own tier, as with a disk.
+    The tier is of one engine (`per_engine`), like a disk. A simulated tier is returned unchanged.
 
     Raises: `ConfigError` if `tier` has no capacity, or has a write limit in bytes. A simulated tier has no
         bytes.

@@ -27,8 +27,8 @@ from kvoffload.tiers.valkey.resp import Login
 from kvoffload.tiers.valkey.url import SCHEMES, ServerURL, parse_url
 
 _NUM_THREADS = 2
-"""Number of threads for reads, and the same number for writes and for probes. One thread verifies while the
-other receives. In a cluster, each node has one thread for each type of operation."""
+"""Number of threads for each type of operation: read, write, probe. One thread verifies while another
+receives. Each node of a cluster has only one thread for each type."""
 _REFUSALS = {"WRONGPASS", "NOAUTH", "NOPERM", "ERR"}
 """Codes of permanent errors."""
 _CLUSTER_CODES = {"MOVED", "CLUSTERDOWN"}
@@ -74,7 +74,7 @@ class ValkeyOptions(SharedTierOptions):
     start_s = 5.0
     engine_start_s = 1.0
     silence_s: ClassVar[float] = 5.0
-    """Seconds after which a connection fails in a replay if the server neither sends nor accepts a byte."""
+    """Seconds without a byte sent or accepted by the server after which a connection of a replay fails."""
 
     url: URL
     ttl: Duration | None = None

@@ -100,7 +100,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
         Args:
             head: request line and headers, up to the empty line.
-            body: pieces of the body. Each piece is requested after the earlier pieces have been sent. Pieces
+            body: pieces of the body. The next piece is created when earlier pieces have been sent. Pieces
                 must not change until the request has ended.
             is_head: True for the method ``HEAD``, whose response has no body.
 

@@ -107,7 +107,7 @@ class S3:
         stats.puts, stats.gets, stats.cost = self.ledger.puts, self.ledger.gets, self.ledger.cost
 
     def persistence(self, connection: Bucket, exchange: PersistenceQuestion) -> None:
-        """Do nothing, because a bucket stores resets as durably as blocks."""
+        """Ask nothing: a bucket does not lose a reset that it has confirmed."""
 
     def handshake(self, connection: Bucket, exchange: Handshake) -> None:
         connection.run([_handshake(connection, exchange)], exchange.deadline)

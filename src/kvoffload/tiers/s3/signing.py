@@ -20,7 +20,7 @@ from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from kvoffload.tiers.s3.host import Host
 
 _VALID = timedelta(minutes=15)
-"""Lifetime of a signature. Amazon also accepts clocks that differ by up to 15 minutes."""
+"""Lifetime of a signature. In addition, Amazon tolerates a clock that differs by up to 15 minutes."""
 
 Keys = dict[str, str]
 
