@@ -39,8 +39,8 @@ class State(Struct):
     """The state of a LIRS cache.
 
     Attributes:
-        lists: the LIR blocks, and Q.
-        gone: ghosts, the keys of evicted blocks.
+        lists: the LIR blocks, and the queue Q of HIR blocks.
+        gone: the ghosts, which are keys of evicted blocks.
         used_at: time of the last use of each block.
         gone_used_at: time of the last use of each ghost.
         clock: the current time: the number of uses and stores of blocks so far.
@@ -61,10 +61,9 @@ class State(Struct):
 class LIRS(CompiledPolicy):
     """Keeps blocks used at short intervals; other blocks leave soon.
 
-    The paper's algorithm for batches with pins: stack S, queue Q, 99 % LIR blocks and 1 % HIR blocks.
-
-    S holds keys by recency down to the coldest LIR block: LIR blocks, HIR blocks, and ghosts of HIR blocks. Q
-    holds the resident HIR blocks.
+    The paper's algorithm for batches with pins. 99 % of the blocks are LIR (low inter-reference recency), and
+    are kept. 1 % are HIR (high), and form the queue Q of the next victims. A ghost is the key of an evicted
+    HIR block. The stack S orders blocks and ghosts by last use, and ends at the coldest LIR block.
 
     - Use of a HIR block or ghost in S: the block becomes LIR. The coldest LIR block becomes HIR and joins the
       end of Q.
@@ -88,13 +87,13 @@ class LIRS(CompiledPolicy):
       has shrunk would never grow again.
     - The end of the storing request does not count as a second access. The block moves to the top of S with
       the rest of its path. A HIR block also moves to the end of Q.
-    - At most `c` ghosts are kept; the oldest ghosts are forgotten first. (In the paper S has no bound.)
+    - There are at most as many ghosts as slots; the oldest are forgotten first. (The paper has no limit.)
     - A block whose store failed, or that was damaged, leaves no ghost.
 
     A cache of one block has no LIR block, and behaves as LRU.
 
     Cost per block: O(1), and O(skipped) for protected blocks at the cold ends. Memory: 20 bytes a block,
-    and 36 bytes and the key for each of `c` ghosts.
+    and 36 bytes and the key for each ghost.
     """
 
     name = "lirs"
@@ -134,7 +133,7 @@ class LIRS(CompiledPolicy):
 def _bottom(own: State) -> int:
     """Return the time of the last use of the coldest LIR block; NO_BOTTOM if there is no LIR block.
 
-    This time never decreases. Keys that were used later are in S.
+    S has the keys that were used later. The time never decreases.
     """
     lir = own.lists.num_positions + LIR
     coldest = own.lists.links[lir, PREV]

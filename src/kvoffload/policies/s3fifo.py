@@ -32,8 +32,8 @@ class State(Struct):
     """The state of an S3-FIFO cache.
 
     Attributes:
-        queues: S and M.
-        ghosts: G.
+        queues: the small queue S and the main queue M.
+        ghosts: the ghost queue G, which has keys of blocks evicted from S.
         counts: uses of each block in S and M.
         small_blocks: the share of S, in blocks.
         patience: largest number of used blocks that a call spares.
@@ -68,18 +68,17 @@ class S3FIFO(CompiledPolicy):
 
     - The share of S is `small_share`, rounded down and at least one block. G remembers as many keys as M has
       blocks, at least one.
-    - While slots are free, new blocks beyond the share of S enter M, as in the authors' simulator. The queues
-      then have their sizes from the start. The paper's algorithm sends every new block to S, and takes all
-      victims from S until M has grown. On a chat trace that is replayed as a flat stream of blocks, the
-      paper's algorithm has a hit ratio of 0.285 with 20,000 blocks (this class: 0.242), and of 0.139 with
-      5,000 blocks (this class: 0.151).
-    - Only one block is evicted at a time. If a moved block makes M larger than its share, the paper also
-      evicts a block from M. This class takes the victim from S. S is then below its share, so the next victim
-      comes from M.
+    - While slots are free, new blocks beyond the share of S enter M, as in the authors' simulator. The paper
+      sends every new block to S, and takes all victims from S until M has grown. On a chat trace that is
+      replayed as a flat stream of blocks, the paper's rule has a hit ratio of 0.285 with 20,000 blocks (this
+      class: 0.242), and of 0.139 with 5,000 blocks (this class: 0.151).
+    - If a block that moves to M makes M larger than its share, the paper evicts a block from M, too. This
+      class continues the search in S. S is then below its share, so the next victim comes from M.
     - A batch is processed block by block for counts and ghosts. The blocks join their queues together, after
       the last victim was chosen. The head of the prefix joins last, so that it outlives the tail.
-    - In a victim tier, a returning block that was used again joins M. If its return only counted as a use,
-      the block would leave S before its second use; on traces of agents this costs 15 points of hit ratio.
+    - In a victim tier, a block that returns from the device after another use joins M. If its return only
+      counted as a use, the block would leave S before its second use. This would cost 15 points of hit ratio
+      on traces of agents.
     - The store of a block does not count as a use, and the end of a request does not change the order.
     - Protected blocks are skipped, and keep their place and count. If one queue is fully protected, the other
       provides the victim. Victims from M leave no ghost.
@@ -152,9 +151,9 @@ def _provider(own: State) -> int:
 
 @inline
 def _is_spared(own: State, slot: int, queue: int) -> bool:
-    """Return True, and reduce the block's use count, if its uses spare it from eviction.
+    """Return True if the block's uses spare it from eviction.
 
-    In S the count becomes 0; in M it is reduced by 1. If the block is not spared, the count stays the same.
+    The count of a spared block becomes 0 in S, and decreases by 1 in M.
     """
     counts = own.counts
     if own.num_spared >= own.patience or counts[slot] <= (1 if queue == SMALL else 0):

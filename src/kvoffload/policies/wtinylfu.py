@@ -75,17 +75,17 @@ class WTinyLFU(CompiledPolicy):
     - A request may be longer than the window, so that no block of the window is evictable. Then a block of
       the main cache is evicted without a duel, and the window grows beyond its share. Later blocks of the
       window duel as usual.
-    - While the main cache is below its share, the first winner of a search enters the main cache without an
-      eviction, and the search goes on with the window's next block. There is one search for each new block.
+    - While the main cache is below its share, it may grow by one block for each new block: the first block of
+      the window that wins a duel enters without an eviction. Then the window's next block duels.
     - While the window is smaller than its share, as after discards, a block of the main cache is evicted
       without a duel.
     - If the window or the main cache is fully protected, the other provides the victim. The main cache
       provides its coldest evictable block on probation, else its coldest evictable protected block.
-    - While slots are free there are no victims. If the window exceeds its share after a batch has entered,
-      its coldest blocks move to the main cache without a duel. At most one block moves for each free slot
-      that the batch used. No block moves once the main cache has its share.
-    - In a victim tier a returning block that was used again enters the main cache without a duel, on
-      probation. The sketch counts only the block's store.
+    - A batch that used free slots may make the window larger than its share. The window's coldest blocks then
+      move to the main cache without a duel, until the main cache has its share. At most one block moves for
+      each free slot that the batch used.
+    - In a victim tier a block that returns from the device after another use enters the main cache without a
+      duel, on probation. The sketch counts only the block's store.
     - The end of the storing request does not count as a second use: the block moves to the front of its list
       with the rest of its path, but the sketch does not count it.
     - A miss counts in the sketch when the block is stored; a refused block changes nothing.
@@ -209,7 +209,7 @@ def _wins(own: State, candidate: int, defender: int) -> bool:
 
 @inline
 def _victim(own: State, cache: Cache, path: Path) -> int:
-    """Move winners of duels to the main cache; return the next victim, or ABSENT if no block is evictable."""
+    """Return the next victim, or ABSENT if no block is evictable. Winners of duels enter the main cache."""
     may_grow = True
     while True:
         candidate = next_victim(cache, path, own.lists, WINDOW)

@@ -1,7 +1,6 @@
-"""A recency order of slots that also tracks the remaining blocks of each request's path.
+"""A recency list of slots that is divided into *runs*.
 
-Owns a list of slots, most recent first, divided into *runs*. A run is a sequence of slots that entered
-together, the deepest block last. Does not know why the order changes.
+A run is a group of blocks that entered one after the other, with the deepest block last. Knows no policy.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ TAIL, LENGTH, RUN_OF, SPARE = 0, 1, 2, 3
 
 
 class PathRuns(Struct):
-    """An order over `num_positions` positions, empty at first. Memory: 28 bytes a position.
+    """Runs of positions, empty at first. A position is a slot's number. Memory: 28 bytes a position.
 
     Attributes:
-        order: the list.
-        runs: shape ``(num_positions + 2, 4)``, int32. Columns TAIL and LENGTH of row `r` are the last
-            position and the length of run `r`. Column RUN_OF of row `p` is the run of position `p`. Column
-            SPARE is a stack of unused runs; its last row is the height of the stack.
+        order: list of all positions, most recent first.
+        runs: four columns, int32. TAIL and LENGTH belong to runs: row `r` has the last position and the
+            length of run `r`. RUN_OF belongs to positions: row `p` has the run of position `p`. SPARE is a
+            stack of the numbers of unused runs; its last row is the height of the stack.
     """
 
     order: Lists
@@ -66,7 +65,7 @@ def new_run(order: PathRuns) -> int:
 
 @inline
 def join(order: PathRuns, run: int, position: int) -> None:
-    """Make `position` the head of the order and of `run`, which must be the first run or empty."""
+    """Add `position` at the head of the list and of `run`. The run must be empty or the first of the list."""
     runs = order.runs
     push_head(order.order.links, order.order.num_positions, position)
     if runs[run, LENGTH] == 0:

@@ -57,26 +57,25 @@ _NO_REFUSAL = -2.0
 """A write cost below -1 accepts every new block."""
 _PROMISE, _PROMISE_OF_FEW_WRITES = 0.01, 0.02
 TOLERATED, FORGIVEN = 0.4, 0.28
-"""Limits of LRU's lead, as multiples of ``promise * recent``.
+"""Limits of `ShadowLRU.lead`, as multiples of ``State.promise * State.recent``.
 
-When the lead exceeds `TOLERATED`, LRU starts to decide. When the lead has fallen to `FORGIVEN`, the policy
-decides again. The limits differ to make switches rare, because a switch also costs hits.
+Above `TOLERATED` LRU decides, until the lead has fallen to `FORGIVEN`. The limits differ to make switches
+rare, because each switch costs hits.
 """
 RECENT, RECENT_TURNS = 100_000, 4
-"""LRU's lead decays to 1/e in `RECENT` references or in `RECENT_TURNS` turnovers of the cache, whichever is
-longer. While LRU decides, the lead decays from `TOLERATED` to `FORGIVEN` in 0.36 times as many references.
+"""`ShadowLRU.lead` decays to 1/e in `RECENT` references, or in `RECENT_TURNS` turnovers of the cache if that
+is longer.
 """
 CREDIT = 0.01
-"""Limit of the policy's own lead over LRU, as a share of `State.recent`."""
+"""Lower limit of `ShadowLRU.lead`: ``-CREDIT * State.recent``. Old gains over LRU thus excuse few losses."""
 VICTIM_TURNS = 4
-"""Minimum warm-up in a victim tier, as a multiple of ``warm_up * capacity``. A victim tier needs a minimum
-because it receives blocks only when the device drops them."""
+"""Minimum warm-up of a victim tier, in references, divided by ``warm_up * capacity``.
+
+A victim tier needs a minimum because it receives blocks only when the device drops them.
+"""
 _NO_RUN = -1
 _ORDER = -1
-"""Argument `key` of `coldest_of` for a search in `runs.order`.
-
-For a search in the list of a class, the argument is the list's sentinel.
-"""
+"""Argument `key` of `coldest_of` for a search in `runs.order`."""
 
 
 class State(Struct):
@@ -86,20 +85,21 @@ class State(Struct):
         lists: an LRU list for each class.
         runs: all blocks in recency order, grouped by request.
         last: last use of the block in each slot.
-        cursors: for each class, the slot of its candidate, which is the coldest evictable block. If no block
-            is evictable, the entry is the list's sentinel. Valid only within a call of `replace`.
+        cursors: for each class, the slot of its coldest evictable block (its *candidate*). If no block is
+            evictable, the entry is the list's sentinel. Valid only within a call of `replace`.
         scores: worth of each candidate. Valid only within a call of `replace`.
-        classes: class with which the block in each slot entered.
-        entered: batch row of the block that has just entered each slot; ABSENT between calls.
+        classes: for each slot, the class of its block at the time of the store.
+        entered: for each slot filled in this call, the batch row of its block; ABSENT between calls.
         active: class numbers. The first `num_active` entries include every class that has blocks.
         is_active: 1 for each class among the first `num_active` entries of `active`.
-        run, run_time: the run that new blocks of the batch join if their last use was at `run_time`.
+        run, run_time: newest run in `runs`, and the time of the last use of its blocks. A new block with the
+            same time joins this run.
         threshold: smallest worth of a new block, as a multiple of the candidate's worth. A negative threshold
             accepts every block.
         write_cost, victim_write_cost: `Hazard.write_cost` for the blocks of a prefix, and for the blocks of a
             victim tier.
         warm_up, promise: see `Hazard`.
-        recent: number of references in which the measured lead of LRU over this policy decays to 1/e.
+        recent: number of references in which `ShadowLRU.lead` decays to 1/e.
         references: the clock: number of block references observed so far.
         now: value of the clock when the last request began or ended.
         is_victim_tier: 1 if the blocks of the last store did not form one prefix.
@@ -145,22 +145,21 @@ class Hazard(CompiledPolicy):
     3. This chance determines each block's worth, a Gittins index.
     4. The blocks of a class form an LRU list. The coldest evictable block of the list is the candidate of the
        class.
-    5. The candidate with the lowest worth is chosen. The victim is the *deepest* remaining block of this
-       candidate's request: the deepest block is useless without the preceding blocks, but they are useful
-       without it.
+    5. The candidate with the lowest worth is chosen. The victim is the *deepest* remaining block of the
+       candidate's request, because the preceding blocks are useful without it.
     6. A new block that is worth less than this candidate is refused, which saves its write. A block that a
        waiting request expects is not refused.
 
     Two guards limit the loss against LRU:
 
     - At first the policy evicts like LRU, because it has no evidence yet about blocks as old as LRU's
-      victims. This phase lasts three times the age of LRU's victims, and in a victim tier at least twelve
-      times the capacity.
-    - An exact simulation of LRU (`ShadowLRU`) counts the blocks that LRU would have served. LRU's lead decays
-      with a time constant of 100,000 references or four turnovers of the cache, whichever is longer. When the
-      lead exceeds 0.4 of the loss that `promise` allows, LRU starts to decide. When the lead has decayed to
-      0.28 of this loss, about 36,000 references later, the policy decides again. (Set duelling, Qureshi et
-      al., ISCA 2007, with the whole cache as the sample.)
+      victims. This phase lasts three times the age of LRU's victims. In a victim tier it lasts at least
+      twelve times the capacity.
+    - An exact simulation of LRU (`ShadowLRU`) counts LRU's lead: the blocks that LRU would have served, minus
+      the blocks that the policy served. Old differences fade within about 100,000 references (or four
+      turnovers of the cache, if that is longer). When the lead exceeds 0.4 of the loss that `promise` allows,
+      LRU decides, until the lead has faded to 0.28 of this loss. (Set duelling, Qureshi et al., ISCA 2007,
+      with the whole cache as the sample.)
 
     Blocks that a device serves are not looked up in this tier, so they count neither as hits nor as misses.
     If the engine reports the end of a request (`finished`), the ages of its blocks count from the end, and
@@ -295,7 +294,7 @@ def keep_promise(own: State, count: int) -> None:
 
 @inline
 def _list(own: State, block_class: int, slot: int) -> None:
-    """Make the block in `slot` the most recent of its class."""
+    """Move the block in `slot` to the head of the LRU list of `block_class`; activate the class."""
     links, sentinel = own.lists.links, own.lists.num_positions + block_class
     if own.is_active[block_class] == 0:
         own.is_active[block_class] = 1

@@ -13,9 +13,7 @@ from kvoffload.structures.structs import Struct
 class ShadowLRU(Struct):
     """An exact simulation of LRU beside a policy. The history must have every key that LRU could hold.
 
-    For each request, the served blocks are counted: they begin after the blocks that the device serves, and
-    end before the first missing block. Call `compare` for each block of the request, from last to first, then
-    `end_path`.
+    For each request, call `compare` for each block, from last to first, then `end_path`.
 
     Args:
         num_keys: positions of the history.
@@ -23,10 +21,9 @@ class ShadowLRU(Struct):
 
     Attributes:
         blocks: the positions that LRU holds, most recent first.
-        lead: blocks served by LRU minus blocks served by the policy. The policy that owns the simulation also
-            writes the lead, to let it decay.
-        own_run, lru_run: numbers of consecutive blocks that the policy holds and that LRU holds. Both are
-            counted from the block that was compared last, towards the end of the request.
+        lead: prefix hits of LRU minus prefix hits of the policy. The policy reduces old leads over time.
+        own_run, lru_run: prefix hits of the policy and of LRU, if the request began with the block that was
+            compared last (without the blocks that the device serves).
 
     Memory: 12 bytes per position of the history. Cost: a move in a list for each block.
     """
@@ -77,12 +74,11 @@ def compare(shadow: ShadowLRU, position: int, is_held: bool, asked: bool, is_vic
     """Record a use of the key at `position`.
 
     The block becomes the most recent of the simulated LRU, even after a miss, because LRU stores missed
-    blocks. In a victim tier the block leaves the simulated LRU instead, because the block moves to the
-    device.
+    blocks. In a victim tier the block leaves the simulated LRU instead, because it moves to the device.
 
     Args:
         is_held: True if the policy holds the block.
-        asked: False if the device served the block. The use then counts neither for the policy nor for LRU.
+        asked: False if the device served the block. The use is then a hit of neither the policy nor LRU.
         is_victim_tier: 1 for a victim tier, otherwise 0.
     """
     if asked:
@@ -97,7 +93,7 @@ def compare(shadow: ShadowLRU, position: int, is_held: bool, asked: bool, is_vic
 
 @inline
 def end_path(shadow: ShadowLRU) -> None:
-    """Finish the comparison of a request."""
+    """Evict blocks above the capacity, and add the difference of the request's prefix hits to `lead`."""
     shrink_to_capacity(shadow)
     shadow.lead += shadow.lru_run - shadow.own_run
     shadow.own_run = shadow.lru_run = 0
