@@ -43,8 +43,8 @@ class ReplayConfig:
         store: moment at which blocks are offered to RAM: ``on-compute`` or ``on-device-eviction``.
         tiers: tiers behind RAM, fastest first; capacities are numbers of blocks (`TierOptions.in_blocks`).
         decode_tokens_per_s: assumed generation speed of each request; determines the end of the request.
-            If 0, a request ends as soon as its blocks are loaded or computed. With any value, the device
-            may drop the blocks from then on.
+            If 0, a request ends as soon as its blocks are loaded or computed. The device may always drop the
+            blocks from that moment on, even if the request ends later.
         queue_requests: assumed number of requests in the engine's queue. The manager expects their blocks.
         instances: number of engines. Each engine has its own device, RAM and tiers, but all engines share the
             last tier if this tier is simulated (`may_be_shared`). `SharedReplay` replays several engines.
@@ -53,17 +53,16 @@ class ReplayConfig:
             Each instance still has its own device, admission rule and tiers. Allowed with ``on-compute``
             only, because a victim tier belongs to one device.
         tenants: quotas of RAM in blocks, by name of the tenant (`Hints.tenant`). They hold for the RAM of
-            each instance. Allowed neither for a victim tier nor with `shared_ram`.
+            each instance. Allowed with ``on-compute`` only, and not with `shared_ram`.
         tier_tenants: quotas of tiers behind RAM, by name of the tier, for tenants with a quota of RAM.
             Allowed with one instance only.
         machines: with `shared_ram`, the number of machines. Each machine has its own pool. Instances are
             divided equally among machines, in the order of their numbers.
-        what_if: settings of RAM to try on a sample of the blocks. Allowed with one instance and
-            ``on-compute`` only.
+        what_if: settings of RAM whose hit ratios the replay estimates from a sample of the blocks. Allowed
+            with one instance and ``on-compute`` only.
         what_if_sample: the sample has one block in this many.
 
-    Raises: `ConfigError` for an invalid value of `decode_tokens_per_s` or of a later field. The earlier
-    fields describe caches, which are checked when they are created.
+    Raises: `ConfigError`. The fields before `decode_tokens_per_s` are checked when the caches are created.
     """
 
     capacity_blocks: int
@@ -145,7 +144,7 @@ class ReplayConfig:
 
     @property
     def tier_blocks(self) -> int:
-        """Capacity in blocks of all tiers of one engine behind RAM."""
+        """Sum of the capacities of one engine's tiers behind RAM, in blocks."""
         return sum(tier.num_blocks for tier in self.tiers)
 
     @property

@@ -45,10 +45,9 @@ def run_device(trace: Trace, device_blocks: int) -> DeviceRun:
 
     A request hits its leading run of resident blocks. Then its missing blocks enter, the head first, until
     the device is full of blocks of this request. Finally all blocks of the request become the most recent
-    blocks, with the head as the most recent of all. So a block is never more recent than its parent, and of
-    each chain of blocks the device always holds the head.
+    blocks, with the head as the most recent of all. A block therefore leaves before its parent.
 
-    Cost: O(1) per reference. Memory: 12 bytes per unique block, 8 per reference and per drop.
+    Cost: O(1) per reference. Memory: 20 bytes per unique block, 8 bytes per reference.
     """
     return _run_requests(trace.refs, trace.offsets, trace.unique_blocks, device_blocks)
 
@@ -141,14 +140,12 @@ def _run(
 ) -> int:
     """Run the device cache of one engine; return the number of drops.
 
-    Writes to three arrays: `served` and `dropped` as in `DeviceRun`; and to ``ends[i + 1]`` the position in
-    `dropped` at which the drops that request `i` caused end.
-
     Args:
         refs, offsets: the engine's requests, as in `Trace`.
-        links: the order of resident blocks (`Lists`).
-        last_use: for each code, the index in `refs` of the block's last use.
+        links: the order of resident blocks (`Lists`), empty at first.
+        last_use: scratch memory: for each code, the index in `refs` of the block's last use.
         capacity: blocks of the device.
+        served, dropped, ends: results: `served`, `dropped` and `offsets` of a `DeviceRun`.
     """
     sentinel = links.shape[0] - 1
     num_dropped = 0

@@ -66,9 +66,8 @@ class EngineQueue:
 class EngineParts:
     """The admission rules and queues of the engines that use one manager, as in a `NodeManager`.
 
-    Each engine has its own admission rule, which counts only the engine's requests, and its own queue of
-    waiting requests. Of the blocks that the manager can expect (`most_expected`), each queue may use an equal
-    share.
+    Each engine has an admission rule, which counts only the engine's requests, and a queue of waiting
+    requests. The limit of expected blocks (`most_expected`) is divided equally among the queues.
     """
 
     def __init__(self, manager: AnyManager, admission: str, num_engines: int) -> None:
@@ -94,12 +93,10 @@ class Engines:
     Args:
         managers: the manager of each engine. All of them use the same manager of RAM.
         engine_of: number of each request's engine; None: one engine serves all requests.
-        admission: admission rule. Each engine has its own instance, which counts only the engine's requests,
-            as in `NodeManager`.
+        admission: name of the admission rule (`EngineParts`).
 
     Attributes:
-        hit_blocks_of_others: number of loaded block references whose block another engine had computed and
-            stored.
+        hit_blocks_of_others: number of loaded block references whose block another engine had stored.
     """
 
     def __init__(
@@ -150,7 +147,7 @@ class Engines:
             self._writers[codes] = self._engine_of[request]
 
     def loaded(self, request: int, codes: npt.NDArray[np.int32]) -> None:
-        """Count how many of the loaded blocks `codes` another engine has stored.
+        """Add the loaded blocks `codes` to `hit_blocks_of_others`, if another engine has stored them.
 
         For each request, call `loaded` before `stored`.
         """

@@ -75,7 +75,7 @@ class SharedTier(SimulatedTier):
 class SharedReplay:
     """A single run of a trace through several instances. Use once: construct, then `run`.
 
-    Each instance has its own queue, and processes ends of requests before its next request.
+    Requests of an instance that have ended are finished before the instance's next request.
 
     Args:
         data: a data plane for each manager, or an empty list to replay without bytes. The list must be empty

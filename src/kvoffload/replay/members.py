@@ -40,9 +40,9 @@ def replica_name(engine: int, num_engines: int) -> str:
 
 
 def make_ram_manager(members: Sequence[TieredManager]) -> Callable[..., OffloadingManager]:
-    """Return the argument `make_ram_manager` for the `TieredManager` of the next engine of a RAM.
+    """Return a factory of RAM's manager, for the constructor of the next `TieredManager` in `members`.
 
-    The first member creates the manager of RAM. All later members use this manager too.
+    For the first member the factory creates the manager. For later members it returns the same manager.
     """
 
     def make(*arguments: Any, **keywords: Any) -> OffloadingManager:

@@ -51,27 +51,26 @@ def optimum(
     policy that knows the future reaches them. Proof:
 
     - Hits and drops of the LRU device depend on the trace alone (`device_cache`). A use that the device does
-      not serve is a hit only if the tier has held the block since the block's last offer. This interval of
-      time is worth one hit; before the interval the block is not needed.
-    - Hits are therefore intervals, and at most `capacity_blocks` intervals may overlap. Belady's greedy rule
-      (keep the intervals that end first) maximises the number of kept intervals. If two intervals end in one
-      request, the interval of the deeper block counts as the later end.
-    - Ids are chained: a request with a block has the block's parent, and a device drops a block before its
-      parent. So the interval of the deeper block contains the interval of its parent, and MIN evicts the
-      deeper block first. Of the blocks that a request needs from the tier, the tier always holds a leading
-      run. So every use of a held block is a prefix hit.
+      not serve is a hit only if the tier has held the block since the block's last offer. Each such interval
+      of time is thus worth one hit.
+    - At most `capacity_blocks` of the kept intervals may overlap. Belady's greedy rule (keep the intervals
+      that end first) maximises the number of kept intervals. If two intervals end in the same request, the
+      interval of the deeper block counts as the later end.
+    - Every request that has a block also has the block's parent, and a device drops a block before its
+      parent. So the interval of a block contains the interval of its parent, and MIN evicts the block before
+      its parent. The tier therefore holds a leading run of the blocks that a request needs from it, and every
+      use of a held block is a prefix hit.
 
-    With `on-compute`, a block need not be kept until its next use if the device serves this use, because the
-    request then offers the block again. Other simulators apply Belady's rule to the next use *of the tier*,
-    keep the block, and call the result OPT. Their OPT is no upper bound: on recorded traces its hit ratio is
-    up to 0.01 below the bound of this function.
+    With ``on-compute``, each request offers all its blocks again. So a block is not kept for a use that the
+    device serves. Other simulators keep the block until the next use that the device does not serve, and call
+    the result OPT. Their OPT is no upper bound: its hit ratio is up to 0.01 lower on recorded traces.
 
     Args:
         capacity_blocks: capacity of the tier.
         device_blocks: capacity of an LRU device cache in front of the tier; 0: no device.
         store: one of `STORES`. ``on-compute``: each request offers all its blocks, also the blocks on the
-            device. ``on-device-eviction``: a block is offered when the device drops it or has no room for it,
-            and blocks loaded from the tier are on the device again. Without a device both modes are equal.
+            device. ``on-device-eviction``: a block is offered when the device drops it or has no room for it.
+            Without a device the result is the same in both modes.
         engine_of: engine of each request, if several engines share one tier. Each engine has `device_blocks`
             blocks. With ``on-compute`` only.
 
@@ -134,9 +133,8 @@ class _Demand(Struct):
         offsets: as in `Trace`.
         served: for each request, the number of leading blocks that its device serves.
         offered: index in `Trace.refs` of each offered block, one request after the other.
-        ends: for each request, the position in `offered` at which its offers start; then the end of the last
-            request's offers.
-        next_place: for each reference, the place of its block after this use.
+        ends: request `i` makes the offers ``offered[ends[i]:ends[i + 1]]``.
+        next_place: for each reference, the place of its block after this use (see the comment above).
     """
 
     offsets: ReadI64Array
@@ -149,8 +147,8 @@ class _Demand(Struct):
 class _Places(Struct):
     """A set of places, as bits in a tree of 64-bit words.
 
-    Level 0 has a bit for each place. A bit of level `n + 1` is 1 if the word of level `n` with the bit's
-    number is not zero. The highest place is found, added or removed in one step per level.
+    Level 0 has a bit for each place. Bit `i` of level `n + 1` is 1 if word `i` of level `n` is not zero. To
+    insert or remove a place or to find the highest place takes one step per level.
 
     Args:
         num_places: number of places.
@@ -216,7 +214,7 @@ def _min_with_bypass(
     """Run MIN with bypass; return the numbers of hits and of written blocks.
 
     Args:
-        resident: the places of the resident blocks; empty.
+        resident: an empty set, to which the function writes the places of resident blocks.
         was_here: scratch memory with room for the blocks of the longest request.
         capacity: slots of the tier.
     """

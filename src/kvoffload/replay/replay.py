@@ -1,6 +1,6 @@
 """Replay of a trace through the manager, policy and admission rule that engines use.
 
-Requests are replayed one at a time, in file order. Hits are counted as in the golden numbers:
+Requests are replayed one at a time, in file order:
 
 1. A request hits the leading run of its blocks that is on the device, then the run of following blocks that
    is in the tier.
@@ -405,10 +405,7 @@ class Replay:
         return self._trace.block_ids.take(codes)
 
     def _bytes_cpu_s(self) -> float:
-        """Return this thread's CPU time for bytes and tiers.
-
-        This time does not count as time of decisions.
-        """
+        """Return the CPU seconds that this thread has spent on bytes and tiers, not on decisions."""
         return self._tiers_cpu_s + (self._data.cpu_s if self._data is not None else 0.0)
 
     def _report(self) -> ReplayReport:

@@ -1,4 +1,4 @@
-"""Report of a replay."""
+"""Report of a replay: counters of the whole replay, of each tier and of each tenant."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class ReplayReport(Report, frozen=True, kw_only=True):
         mismatches_served: blocks served with wrong bytes; more than 0 is a bug.
         damage_injected: blocks damaged on purpose; some are evicted before they are read.
         control_plane_s: CPU time of decisions.
-        data_plane_s: CPU time of moving and checking bytes, and time spent waiting for lower tiers.
+        data_plane_s: CPU time of moving and checking bytes, plus elapsed time of waits for lower tiers.
         decisions_sha256: digest of the decision log.
         version: version of kvoffload.
         decode_tokens_per_s, queue_requests: assumptions, as in `ReplayConfig`.

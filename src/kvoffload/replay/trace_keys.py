@@ -12,8 +12,8 @@ KEY_BYTES = 32
 """Length of a key in bytes. It is the length of an engine's block hashes (SHA-256)."""
 
 FINGERPRINT = "kvoffload replay, contents from keys, 1"
-"""Fingerprint of all replays. It is the same in every replay, so that a replay can read blocks that an
-earlier replay wrote to a disk."""
+"""Producer of the blocks (`TierOwner.fingerprint`). It is the same in every replay, so that a replay can read
+blocks that an earlier replay wrote to a disk."""
 
 _STEP = np.uint64(0xD1342543DE82EF95)
 # splitmix64's finisher: shift, factor, and the inverse of the factor modulo 2^64.
@@ -25,7 +25,7 @@ _LAST = np.uint64(31)
 
 
 class TraceKeys:
-    """32-byte keys of all blocks of a trace, in one array. A key is splitmix64 of the block id."""
+    """32-byte keys of all blocks of a trace. A key is four 64-bit hashes of the block id."""
 
     def __init__(self, trace: Trace) -> None:
         lanes = np.arange(1, KEY_BYTES // 8 + 1, dtype=np.uint64) * _STEP

@@ -36,14 +36,12 @@ def bound_within_writes(
     - The optimum of one cache of `capacity_blocks` + `tier_blocks`, with any number of writes.
     - The optimum of RAM alone, plus all uses of the `max_writes` most used blocks. First uses, and uses that
       the device serves, do not count.
-    - A Lagrangian relaxation. There are two kinds of hits: (1) RAM holds a block during the interval from the
-      block's last offer to its use; (2) the block was written to the tier. RAM holds at most
-      `capacity_blocks` at any time, and each written block takes one of the writes. Assume that a slot of RAM
-      costs `p` from one request to the next, and that a write has a price. Each block then has two options.
-      It can pay for each interval that is worth its price, or it can pay for one write and get all its uses.
-      By weak duality, for any two prices, the hits are at most the sum of the blocks' best net gains and the
-      prices of all slots and writes. The best price of a write follows from `p`, and a search finds a good
-      `p`.
+    - A Lagrangian relaxation of the limits of slots and writes. A hit needs either RAM, which must hold the
+      block from its last offer to the use, or one write of the block, which serves all its uses. Let a slot
+      of RAM cost `p` hits from one request to the next, and a write `q` hits. Each block then chooses what
+      gains most: RAM for each interval that costs less than a hit, or a write. By weak duality, the sum of
+      all gains, plus the prices of all slots and writes, is an upper bound of the hits for any `p` and `q`.
+      The best `q` follows from `p`; a search finds the best `p`.
 
     The second and third bound let the tier keep every written block forever, from its first offer on.
 
