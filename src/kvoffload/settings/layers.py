@@ -1,9 +1,9 @@
 """Sources of options: given values, the environment, a file.
 
 An option has the same name in ``kv_connector_extra_config``, in Python, on a command line and in a TOML file.
-In the environment its name is ``KVOFFLOAD_NAME``. The path of the file is given by the option ``config`` or
-the variable ``KVOFFLOAD_CONFIG``. A given value overrides the environment, and the environment overrides the
-file. An option is documented where it is used.
+In the environment its name is ``KVOFFLOAD_NAME``. The option ``config`` or the variable ``KVOFFLOAD_CONFIG``
+is the path of the TOML file. The environment overrides this file. Options that are given in any other way
+override the environment. An option is documented where it is used.
 """
 
 from __future__ import annotations
@@ -40,10 +40,7 @@ OF_ENGINES = (
     "what_if",
     "what_if_sample",
 )
-"""Options that an engine reads from the environment and from a file.
-
-All other options of an engine can be set only in vLLM's flag.
-"""
+"""Options that an engine reads also from the environment and from a file. Others must be given directly."""
 
 _ONE_MEANING = {"admission", "store_threshold", "max_tracker_size"}
 """Options that together set the admission rule.
@@ -55,7 +52,7 @@ If a source sets at least one of these options, all of them are ignored in sourc
 def gathered(
     given: Mapping[str, Any], names: Collection[str], other_names: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Merge the options of three sources. `given` overrides the environment, which overrides the file.
+    """Merge options: `given` overrides the environment, and the environment overrides the file.
 
     Args:
         given: options that were given directly, not by the environment or a file. An option whose value is

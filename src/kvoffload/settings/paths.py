@@ -1,4 +1,4 @@
-"""Paths that users type. A leading ``~`` is the home directory, in every option and wherever it is set.
+"""Paths that users type. A leading ``~`` is the home directory, in options from every source.
 
 A shell expands ``~`` only at the beginning of a word: not in ``disk:~/kv:1GiB``, in JSON or in TOML.
 """

@@ -265,7 +265,7 @@ def read_options(
     also_known: Collection[str] = (),
     problems: Sequence[ConfigError] = (),
 ) -> T:
-    """Build the dataclass `kind` from the options in `given`; None counts as absent.
+    """Build the dataclass `kind` from the options in `given`. An option whose value is None counts as absent.
 
     Args:
         where: name of the group of options, for messages: ``tiers[0]``.
@@ -312,7 +312,7 @@ def given_once(field: str, settings: Iterable[tuple[str, str]]) -> dict[str, str
 
 
 def within(field: str, options: type[T], given: Mapping[str, Any]) -> T:
-    """Read the value of the option `field`, which is itself a group of options.
+    """Build the dataclass `options` from `given`, which is the value of the option `field`.
 
     Error messages name ``field.option``.
     """

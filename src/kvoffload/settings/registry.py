@@ -37,21 +37,20 @@ class Parameter(NamedTuple):
 
 
 class Registry(Generic[T]):
-    """Classes that implement one contract, by name. A registry is also a `Parser` of these names.
+    """The subclasses of `base`, by name. A registry is also a `Parser` of these names.
 
-    A built-in class has the name of its file in `package`, without a leading underscore (``_2q``). Installed
-    packages add entry points in the group `package`. Any other class is ``module:Class`` or
+    The name of a built-in class is the name of its file in `package` (``2q`` for ``_2q.py``). Installed
+    packages add entry points in the group `package`. The name of any other class is ``module:Class`` or
     ``path/to/file.py:Class``.
 
-    Commas separate name and parameters: ``s3fifo,small_share=0.2``. A parameter is a public attribute with
-    an annotation and a default, and no ``ClassVar``. The first value may follow a colon: ``reuse:2``.
+    Commas separate name and parameters: ``s3fifo,small_share=0.2``. ``reuse:2`` sets the first parameter. The
+    parameters are the public class attributes with annotation and default, except ``ClassVar``.
 
-    Classes are imported on demand. A process can unpickle a class of a user's file only after it has called
-    `find` with the same text. So send the text to other processes, not the class.
+    Send the text to other processes, not the class: they could not unpickle a class of a user's file.
 
     Args:
-        field: name in error messages: ``policy``.
-        base: base class of the contract. Parameters are declared in its subclasses.
+        field: name of the option in error messages: ``policy``.
+        base: the contract that the classes implement.
         package: package of the built-in classes.
     """
 
@@ -85,9 +84,9 @@ class Registry(Generic[T]):
         return sorted({*self._built_in, *(point.name for point in self._entry_points())})
 
     def find(self, spec: str | type[T]) -> type[T]:
-        """Return the class named by `spec`.
+        """Return the class that `spec` names, or a subclass with the parameters in `spec` as defaults.
 
-        If `spec` has parameters, return a subclass that has them as defaults.
+        A `spec` that is a class is checked and returned.
 
         Raises: `ConfigError` that states the allowed values and the nearest name.
         """
@@ -133,9 +132,9 @@ class Registry(Generic[T]):
         return list(listed.values())
 
     def _named(self, name: str) -> tuple[type[T], str | None]:
-        """Return the class that `name` selects, and its parameter.
+        """Return the class that `name` selects, and the value of its first parameter.
 
-        The parameter is the text after the colon, such as ``2`` in ``reuse:2``, or None without a colon.
+        The value is the text after the colon, such as ``2`` in ``reuse:2``, or None without a colon.
         """
         known, colon, text = name.partition(":")
         value = text if colon else None
