@@ -92,8 +92,8 @@ class Shares:
         requests_of: for each engine, the numbers in the whole trace of its requests, in order.
 
     Attributes:
-        of_engines: for each engine, an object with its arrivals. Requests are numbered as in the engine's
-            own trace. Call `begin` of each of these objects before `begin` of `Shares`.
+        of_engines: arrivals at each engine, with the request numbers of the engine's own trace. `begin` of
+            each must be called before `begin` of `Shares`.
     """
 
     def __init__(self, whole: Recorded | AtOnce, requests_of: Sequence[Sequence[int]]) -> None:

@@ -6,9 +6,8 @@ Models the parts of vLLM's scheduler that determine waiting times:
   other requests.
 - A step computes prompt tokens of one or more requests, up to a budget, and one token of each generating
   request.
-- The last token of a prompt is always computed. Hits are whole blocks. If the trace does not have the lengths
-  of prompts (`Trace.prompt_tokens`), a prompt is assumed to end with its last whole block. This block is then
-  always computed.
+- Hits are whole blocks, and the last token of a prompt is always computed. If the trace has no lengths of
+  prompts (`Trace.prompt_tokens`), prompts are assumed to be whole blocks. The last block is then never a hit.
 
 Not modelled: preemption (the whole room of a request is reserved when it starts), speculation, priorities.
 Knows neither managers (`offload`) nor arrival times (`arrivals`).
@@ -34,13 +33,11 @@ from kvoffload.simulate.report import LinkReport, TimedTierReport
 from kvoffload.traces.trace import Trace
 
 _ASKS_PER_DEADLINE = 40
-"""Number of times that a request looks up again during its deadline, if it waits for a tier and the engine
-has no step to run.
-"""
+"""Lookups per `Timing.deadline_s` of a request that waits for a tier, while the engine has no step to run."""
 _ASKS_WHEN_QUIET = 2
-"""The number of lookups per deadline that applies when a whole deadline has passed without any event.
+"""Replaces `_ASKS_PER_DEADLINE` if no event has occurred for `Timing.deadline_s`.
 
-Must be at least 1, because a pause between lookups that is longer than the deadline would begin a new wait.
+At least 1: after a pause of more than one deadline between lookups, a manager would start a new wait.
 """
 _NO_TOKENS = 1e-6
 """An answer is complete when fewer than this number of tokens are missing.
@@ -93,8 +90,8 @@ class _Generating:
     """Requests that generate answers. All of them generate tokens at the same rate.
 
     Attributes:
-        tokens: number of tokens that a request would have generated if it had run since the start of the
-            replay. A request ends when `tokens` reaches a value that is known when the request is added.
+        tokens: number of tokens that each request would have generated since the start of the replay. An
+            answer of `n` tokens is complete when `tokens` has grown by `n`.
         tokens_per_s: generation rate of each request.
     """
 
@@ -378,10 +375,7 @@ class Engine:
     # ---- room
 
     def _grow(self, request: _Request, num_blocks: int) -> None:
-        """Increase the number of GPU blocks of a request to `num_blocks`.
-
-        The new blocks come from its reservation.
-        """
+        """Increase the number of GPU blocks of a request to `num_blocks`, from its reserved blocks."""
         assert request.lease is not None
         if num_blocks > request.blocks:
             self._offload.dropped(self._pool.take(request.lease, num_blocks - request.blocks))

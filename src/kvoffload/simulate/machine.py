@@ -90,9 +90,9 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return linear * (end - start) + squared * (end * end - start * start)
 
     def break_even_tokens(self, bytes_per_token: float, *, from_disk: bool = False) -> float:
-        """Return the break-even prompt length in tokens; infinity if loading is always slower.
+        """Return the number of prompt tokens that an idle machine loads as fast as it computes them.
 
-        On an idle machine, loading a prompt of this length takes as long as computing it.
+        The result is infinity if loading is always slower.
         """
         fixed = self.value("copy_latency_s")
         per_token = bytes_per_token / self.value("load_bytes_per_s")
@@ -114,10 +114,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return msgspec.structs.replace(self, **missing, model=self.model or other.model)
 
     def check(self, *, has_ram: bool, has_disk: bool) -> None:
-        """Raise a `ConfigError` if a number is unknown that a replay with these tiers needs.
-
-        The error names the first such number.
-        """
+        """Raise a `ConfigError` for the first quantity that a replay needs and this machine lacks."""
         for name in (*_ENGINE, *(_LINK if has_ram else ()), *(_DISK if has_disk else ())):
             self.value(name)
 

@@ -121,7 +121,7 @@ class Offload(NoOffload):
 
     @property
     def manager(self) -> AnyManager:
-        """The manager, prepared for a call of this engine (`Ram.manager_of`)."""
+        """The manager that this engine calls (`Ram.manager_of`). Get it anew for each call."""
         return self._ram.manager_of(self._number)
 
     def begin(self, request: int) -> RequestContext:
@@ -205,9 +205,9 @@ class Offload(NoOffload):
 class VictimOffload(Offload):
     """Offloading of blocks shortly before the device drops them, as in the vLLM connector.
 
-    After each step, the blocks in the window (`core.window`) are offered, warmest first. A block that the
-    device drops before it was in the window is lost. While the window is larger than the number of free
-    blocks, requests store their computed blocks at once.
+    After each step, the free blocks that the device will evict next (the window, `core.window`) are offered,
+    warmest first. A block that the device drops before it was in the window is lost. While the window is
+    larger than the number of free blocks, requests store their computed blocks at once.
     """
 
     def __init__(self, trace: Trace, config: ReplayConfig, timing: Timing, *rest: Any) -> None:

@@ -20,10 +20,7 @@ from kvoffload.simulate.report import (
 from kvoffload.traces.trace import Trace
 
 _OF_ENGINES = 2
-"""If engines share RAM, each engine still has this number of links of its own: load and store.
-
-The other links in its report belong to the tiers.
-"""
+"""Number of links that engines with shared RAM do not share: load and store. They come first in a report."""
 
 
 def outcome_of(

@@ -17,10 +17,10 @@ class Lease:
 
     Attributes:
         known: codes of the computed blocks, in prefix order.
-        copies: those codes in `known` whose block here is a second copy. `DevicePool.find` finds another
-            block with the same contents.
-        num_blank: number of held blocks that cannot be found: blocks not computed yet, blocks of the answer,
-            and second copies.
+        copies: the codes in `known` of second copies: when the request computed the block, another block had
+            the same contents already.
+        num_blank: number of held blocks that `DevicePool.find` does not find: blocks not computed yet, blocks
+            of the answer, and second copies.
         num_reserved: number of blocks reserved for later.
     """
 
@@ -101,8 +101,8 @@ class DevicePool:
     def release(self, lease: Lease) -> None:
         """Free the blocks of an ended request.
 
-        If another block has the same contents as a block of the request, one of the two can still be found.
-        If no request holds either block, the contents join the end of the order of eviction.
+        Contents that no request holds any longer become the last in the order of eviction. A second copy
+        becomes blank. If its first copy was evicted meanwhile, `find` finds the second copy instead.
         """
         holders, free = self._holders, self._free
         for code in reversed(lease.known):

@@ -24,9 +24,7 @@ from kvoffload.tiers.write_budget import WriteBudget, budget_of_recording
 from kvoffload.traces.trace import Trace
 
 _LONGEST_BACKLOG_S = 30.0
-"""A tier does not keep up if, at the end of a run, its queued writes would take longer than this number of
-seconds.
-"""
+"""A tier does not keep up if its queued writes would take longer than this at the end of a run."""
 
 
 class Ram:
@@ -38,7 +36,7 @@ class Ram:
     Args:
         trace: the requests of all engines that use this RAM.
         whole: the requests of all engines that use the tiers behind this RAM. None: the same as `trace`.
-        beside: RAM of another engine, whose tiers this RAM shares; None: this RAM has its own tiers.
+        beside: RAM of another engine; this RAM then uses the same tiers. None: this RAM has its own tiers.
 
     Attributes:
         manager: the manager of the first engine.
@@ -190,8 +188,7 @@ class Ram:
         """Return the reports of all tiers until now, RAM first. Counters cover all engines that use this RAM.
 
         Args:
-            num_loaded: number of loaded blocks. If there are no tiers behind RAM, this is the number of hits
-                of RAM.
+            num_loaded: number of hits of RAM, used if there are no tiers behind RAM.
             stores: link of the copies from the device to RAM.
         """
         stats, hits = self.manager.stats(), [num_loaded]

@@ -93,8 +93,8 @@ class TimedTierReport(msgspec.Struct, frozen=True, kw_only=True):
         hit_blocks: blocks that requests loaded from this tier.
         written, evicted: blocks written to the tier, and blocks evicted from it. Blocks written to RAM
             include promotions.
-        not_offered: for a tier behind RAM, blocks that RAM evicted before the tier accepted them, summed over
-            all tiers. For RAM, blocks that were offered while all slots were in use.
+        not_offered: for RAM, blocks that were offered while all slots were in use. For tiers behind RAM,
+            blocks that RAM evicted before a tier accepted them. All these tiers report the same sum.
         keeps_up: True if two conditions hold: at most 30 s of writes were queued when the last request ended,
             and `not_offered` is 0. The second condition does not apply to RAM.
     """

@@ -43,12 +43,11 @@ def run_in_time(
 ) -> TimedOutcome:
     """Run a trace once. If `config` is None, the run has no offloading.
 
-    Args:
-        instances: number of engines in a run without offloading. Ignored if `config` is given.
-        routing: routing in a run without offloading. Ignored if `config` is given.
+    If `config` has several engines with separate RAM, they share the tiers behind RAM. The speed of the
+    machine's disk is then the speed of each engine's connection to these tiers.
 
-    If `config` has several engines with separate RAM, they share its tier, as in a replay. The disk of the
-    machine then stands for the connection of one engine to this tier.
+    Args:
+        instances, routing: number of engines and their routing, if `config` is None.
 
     Deterministic. Cost and errors as for `replay_in_time`.
     """

@@ -1,7 +1,4 @@
-"""Disk tier in simulated time.
-
-It makes the same decisions as in an engine; its jobs take as long as on a disk.
-"""
+"""Disk tier in simulated time: the decisions of a real tier, and jobs that take as long as on a disk."""
 
 from __future__ import annotations
 
