@@ -1,7 +1,6 @@
 """Digests of keys: 64-bit hashes for checksums and for small tables.
 
-Tiers may persist digests, so the function never changes. The hash of the index is another function and may
-change.
+Tiers may persist digests, so the hash function must never change. (`index.hash_row` is another function.)
 """
 
 from __future__ import annotations

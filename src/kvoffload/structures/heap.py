@@ -3,10 +3,10 @@
 A min-heap of chains. Positions of equal rank are ordered by their stamps. Does not know keys, or the meaning
 of a rank.
 
-Consecutive pushes in ascending or descending order form a chain. Only the first position of a chain is in the
-heap; when it leaves, the next position takes its place. The ranks of blocks often ascend or descend along a
-path. A chain then holds a path, and the heap is small enough for the processor's cache. Without ordered
-pushes, every chain has one position, and the structure is a plain heap.
+A chain is an ascending list of positions. Only its first position is in the heap; when it leaves, the next
+position takes its place. Consecutive pushes in ascending or descending order form a chain. The ranks of
+blocks often ascend or descend along a request's path. The path is then one chain, and the heap fits the
+processor's cache. Without ordered pushes, every chain has one position, and the structure is a plain heap.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _put(heap: Heap, place: int, position: int) -> None:
 
 @inline
 def _sift_up(heap: Heap, hole: int, position: int) -> None:
-    """Write a position to place `hole`, or further up while the position is less than its parent."""
+    """Write a position to the free place `hole`, or further up while the position is less than its parent."""
     order, firsts = heap.order, heap.firsts
     while hole > 0:
         parent = (hole - 1) >> 1
@@ -104,7 +104,7 @@ def _sift_up(heap: Heap, hole: int, position: int) -> None:
 
 @inline
 def _sift_down(heap: Heap, hole: int, position: int) -> None:
-    """Write a position to place `hole`, or further down while the position is greater than a child."""
+    """Write a position to the free place `hole`, or further down while it is greater than a child."""
     order, firsts, size = heap.order, heap.firsts, heap.num_chains
     while True:
         child = 2 * hole + 1
@@ -121,7 +121,7 @@ def _sift_down(heap: Heap, hole: int, position: int) -> None:
 
 @inline
 def _end_chain(heap: Heap, place: int) -> None:
-    """Remove an empty chain. The heap's last entry fills its place."""
+    """Remove an empty chain from `place`. The last entry of `firsts` fills the place."""
     heap.num_chains -= 1
     moved = heap.firsts[heap.num_chains]
     if place < heap.num_chains:

@@ -61,7 +61,7 @@ class Index(Struct):
         return _find(self.memory, key)
 
     def put(self, key: bytes, position: int) -> None:
-        """Put a key, which must be absent, at `position`. This method is for tests; kernels call `insert`."""
+        """Put a key, which must be absent, at `position`. For tests: kernels call `insert`."""
         _insert(self.memory, Keys.pack([key], self.key_bytes).words, position)
 
     def keys_at(self, positions: np.ndarray) -> Keys:

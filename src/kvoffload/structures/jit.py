@@ -131,9 +131,8 @@ def compile_all() -> int:
 def kernel(function: F) -> F:
     """Mark a function as a kernel, compiled for exactly the types of its annotations. Keeps the GIL.
 
-    If a kernel has a struct or a batch of keys as argument, its arguments are not checked, because only the
-    control plane calls such kernels. For other kernels numba checks every argument, which costs 0.1 us or
-    more per call.
+    A kernel with a struct or a batch of keys as argument does not check its arguments, because only the
+    control plane calls it. In all other kernels numba checks every argument, at 0.1 us or more per call.
     """
     return cast(F, Kernel(function, compiled))
 

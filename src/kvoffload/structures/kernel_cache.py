@@ -41,8 +41,7 @@ def prepare(*, is_needed: bool = True) -> bool:
     Returns False if no directory is usable.
 
     Args:
-        is_needed: False if this package's kernels need no cache. If no directory is usable, no warning is
-            logged then.
+        is_needed: False to log no warning if no directory is usable: this package's kernels need no cache.
     """
     digest, configured = digest_of_sources(), _config.CACHE_DIR
     _config.CACHE_DIR = ""

@@ -1,7 +1,7 @@
 """Structs in one piece of memory that several processes can map.
 
-The place of a struct or array depends only on the classes of the structs and the shapes of their arrays. All
-processes that build equal structs therefore find them at equal places.
+The offset of a struct or array depends only on the classes of the structs and the shapes of their arrays, and
+is therefore equal in all processes that build equal structs.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ class Shipped:
     def load(self, function: Callable[..., Any], signature: Any, target_context: Any) -> Any:
         """Return a kernel from the file, as numba's compilation result.
 
-        Returns None if the file does not contain the kernel, or if the file is damaged; the latter is logged
-        as a warning. Cost: 5 ms.
+        Returns None if the file does not contain the kernel. If the file is damaged, logs a warning and
+        returns None for all kernels from now on. Cost: 5 ms.
         """
         entry = self._entries.get(name_of(function, signature)) if self._entries else None
         if entry is None:

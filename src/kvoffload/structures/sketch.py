@@ -27,10 +27,10 @@ class FrequencySketch(Struct):
     counts in one cache line, so that no call pays for the whole table.
 
     All four counters of a key are in one cache line, so a key costs one cache miss. A reference increments
-    only the lowest of its four counters (conservative update), which reduces overestimates. The paper's
-    doorkeeper is left out: it would need more memory than the counters, and collisions cost little. With four
-    times as many counters, the hit ratio of W-TinyLFU is only 0.4 to 0.6 points higher (a recorded chat,
-    caches of 5,000 and 10,000 blocks).
+    only the counters that equal the estimate (conservative update), which reduces overestimates. The paper's
+    doorkeeper (a Bloom filter for first uses) is left out: it would need more memory than the counters, and
+    collisions cost little. With four times as many counters, the hit ratio of W-TinyLFU is only 0.4 to 0.6
+    points higher (a recorded chat, caches of 5,000 and 10,000 blocks).
 
     Memory: 64 bits for each key of `capacity`.
 

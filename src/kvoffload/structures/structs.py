@@ -4,8 +4,8 @@ A kernel call costs 50 ns, and every few array arguments add another 50 ns. Rela
 `Struct`, and a kernel gets only the address of the struct. In the kernel ``struct.field`` is an array or a
 number.
 
-Memory layout: a field takes one 64-bit word, and an array takes one more word for each dimension. The word of
-an array or a nested struct is its offset from the struct. One copy of the memory therefore copies all parts.
+Memory layout, in 64-bit words: a number is one word. A nested struct is one word, the offset in bytes from
+this struct. An array is such an offset, then one word with the length of each dimension.
 
 The arrays of a struct are never replaced, because compiled code assumes constant addresses. A nested struct
 can be replaced between two kernel calls (`Struct.exchange`).
@@ -31,7 +31,7 @@ from numba.np.numpy_support import as_dtype
 
 _WORD, _INT = ir.IntType(64), ir.IntType(32)
 _WRITABLE = 1
-"""`PyBUF_WRITABLE` alone, which requests a contiguous, writable buffer."""
+"""`PyBUF_WRITABLE`, the flag of Python's C interface that requests a contiguous, writable buffer."""
 
 S = TypeVar("S", bound="Struct")
 
@@ -77,7 +77,7 @@ class Struct:
         memory: the argument that is passed to a kernel.
 
     Thread: use a struct only in the thread of its owner. Cost: 0.1 us for each access to a number in Python.
-    Raises: `AttributeError` when an array or a struct is replaced.
+    Raises: `AttributeError` on assignment to an array or a nested struct (see `exchange`).
     """
 
     fields: ClassVar[dict[str, Field]] = {}
@@ -166,9 +166,9 @@ class Struct:
 
     @classmethod
     def blank(cls, **shapes: Any) -> bytes:
-        """Return zeroed memory for a struct, its arrays and its nested structs, in one piece.
+        """Return the bytes of a zeroed struct with its arrays and its nested structs, in one piece.
 
-        Pass a ``bytearray`` of this memory to kernels, and read its fields through `over`.
+        Copy the result to a ``bytearray``: kernels take it as the struct, and `over` reads its fields.
 
         Args:
             shapes: shape of each array. For a nested struct, a dictionary of shapes.
@@ -195,7 +195,7 @@ class Struct:
 
     @classmethod
     def over(cls: type[S], memory: bytearray | memoryview, start: int = 0) -> S:
-        """Return the struct at byte `start` of `memory`, made by `blank`. Arrays are created on access."""
+        """Return the struct at byte `start` of `memory` (from `blank`). Its arrays are views of `memory`."""
         self = cls.__new__(cls)
         self._attach(memory)
         self._start = start
