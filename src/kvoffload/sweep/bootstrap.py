@@ -6,10 +6,9 @@ ratios; no traces, policies or caches.
 
 Source: Kuensch, The jackknife and the bootstrap for general stationary observations, Annals of Statistics
 17(3), 1989, with fixed, non-overlapping windows as in Carlstein, Annals of Statistics 14(3), 1986. Each
-request is in exactly one window, so the mean over all draws equals the ratio; overlapping windows would
-underweight both ends of a trace. A replay is stored as one sum per window, and can be compared with any other
-replay of the trace. Disadvantage: the ends of the intervals are estimated slightly less exactly than with
-overlapping windows.
+request is in exactly one window, so all requests have equal weight. Overlapping windows would underweight
+both ends of a trace, but would estimate the ends of the intervals slightly more exactly. To compare replays
+of a trace, one sum per window of each replay is enough.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ class Interval(NamedTuple):
 
     Attributes:
         low, high: ends of the interval.
-        correlation: correlation of neighbouring windows, -1 to 1. Above `CORRELATED` the traffic changes
-            slowly, so the trace has few independent windows, and the interval is too narrow.
+        correlation: correlation of neighbouring windows, -1 to 1. Above `CORRELATED` the interval is too
+            narrow, because the traffic changes slowly and neighbouring windows are not independent.
     """
 
     low: float

@@ -72,8 +72,8 @@ class Grid:
         stores: store modes (`STORES`).
         tiers: simulated tiers behind RAM: ``none``, ``10%``, ``10%,policy=hazard``, ``1%+10%`` (two levels).
         block_bytes: bytes of a block, for sizes such as ``4GiB``; None if unknown.
-        common: configuration with the assumptions of all replays: decode speed, queue, instances, routing.
-            The axes replace its other fields.
+        common: configuration of all replays. The axes replace its caches. Its assumptions remain: decode
+            speed, queue, instances, routing.
         shared_ram: values to try. False: each instance has its own RAM. True: all instances share one pool.
 
     Raises: `ConfigError` that lists all problems.
@@ -198,10 +198,9 @@ def incompatible(policy: str, admission: str) -> ConfigError | None:
 
 
 def _require_one(reasons: list[ConfigError | None]) -> None:
-    """Raise an error if a value of one axis is incompatible with all values of the other axis.
+    """Raise the first of `reasons` if none of them is None.
 
-    `reasons`: for each value of the other axis, the error, or None if the two values are compatible. The
-    first error is raised.
+    `reasons`: for each value of an axis, why it is incompatible with a value of another axis, or None.
     """
     if reasons[0] is not None and all(reasons):
         raise reasons[0]

@@ -27,9 +27,9 @@ from kvoffload.sweep.task import Failure, Measurement, Task, TraceSource, code_d
 from kvoffload.sweep.workers import LocalWorkers, Workers
 
 _FORMAT = 2
-"""Format of a measurement in the journal."""
+"""Version of the format of a measurement in the journal. An entry with another version is not used."""
 _TIER_WORK = 2
-"""Time that a tier behind RAM adds to a replay, as a multiple of the time of a replay with RAM alone."""
+"""Time that each tier behind RAM adds to a replay, relative to the time with RAM alone."""
 
 
 @dataclass(frozen=True)
