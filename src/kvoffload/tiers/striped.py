@@ -21,10 +21,10 @@ class StripedTier(DividedTier[GuardedTier]):
     Each key belongs to the tier with the highest random weight (Thaler and Ravishankar, "Using name-based
     mappings to increase hit rates", IEEE/ACM Transactions on Networking 6(1), 1998). The weights depend on
     the tiers' identities, not on the order of the tiers. A new tier takes an equal share of the keys from
-    each old tier, and no key moves between old tiers. Each tier gets its keys of a prefix in order.
+    each old tier, and no key moves between old tiers. A call of a tier has its keys in prefix order.
 
-    If a tier fails or raises (see `GuardedTier`), only its own blocks are misses. While a tier hangs, jobs
-    with its blocks do not end. A `TieredManager` then reads nothing from the whole stripe.
+    If a tier fails or raises (see `GuardedTier`), only the blocks of this tier are misses. While a tier
+    hangs, jobs with its blocks do not end. A `TieredManager` then reads nothing from the whole stripe.
 
     Args:
         tiers: tiers of one block size. The stripe owns the tiers and closes them in `close`.
@@ -36,7 +36,7 @@ class StripedTier(DividedTier[GuardedTier]):
     Thread: one, the thread that calls the tiers. Cost: 50 ns a key with four tiers: a digest, and a weight
     per tier.
     Raises: `ConfigError` if `tiers` is empty, if the tiers differ in `block_bytes`, if two tiers have equal
-        identities, or if machines share a tier.
+        identities, or if a tier is shared by machines.
     """
 
     def __init__(self, tiers: Sequence[SecondaryTier]) -> None:

@@ -32,11 +32,10 @@ class Percentiles(NamedTuple):
 class TraceStatistics:
     """Statistics of a trace, as `describe` computes them.
 
-    *Sessions* are named by the recording (`Trace.sessions`), or inferred: a request that begins with all
-    blocks of an earlier request is the next turn of the earlier request's session. There is one exception: an
-    earlier request that ends with a *shared prompt* is not continued. A block belongs to a shared prompt if
-    more than eight different blocks follow it in the trace. The rule has a side effect: users who ask the
-    same question about a document count as one session.
+    The recording names *sessions* (`Trace.sessions`), or they are inferred. A request that begins with all
+    blocks of an earlier request is the next turn of the earlier request's session, unless the earlier request
+    ends with a *shared prompt*. A block belongs to a shared prompt if more than eight different blocks follow
+    it in the trace. Side effect: users who ask the same question about a document count as one session.
 
     An inference is *unambiguous* in two cases. First, the request has blocks, and shares no blocks with
     earlier requests except a shared prompt. Second, the request is the only continuation of exactly one
@@ -98,7 +97,7 @@ class Turns:
     """The sessions of a trace: named, or inferred (`TraceStatistics`).
 
     Attributes:
-        first_seen: for each code, the index in `Trace.refs` of its first use.
+        first_seen: for each code (see `Trace`), the index of its first use in `Trace.refs`.
         new_blocks: for each request, the number of its blocks that no earlier request had.
         previous_turn: for each request, the number of the request that it continues, or -1. In a named
             session, this is the inferred request if it is in the session, or else the session's latest
@@ -234,10 +233,7 @@ def _previous_turns(
 
 
 def _in_named_sessions(inferred: _Int64s, named: npt.NDArray[np.integer]) -> _Int64s:
-    """Return the previous turn of each request, corrected by the named sessions.
-
-    In a named session, the previous turn is the inferred request if it belongs to the session, or else the
-    session's latest earlier request.
+    """Return `Turns.previous_turn`.
 
     Args:
         inferred: for each request, the inferred previous turn, or `_NONE`.

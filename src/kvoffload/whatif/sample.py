@@ -83,11 +83,9 @@ class Sample:
         Args:
             ctx: a finished request.
             labels: assigns numbers to the hints.
-            num_skipped: number of leading blocks that were not looked up. If -1, the path's own
-                record counts: the blocks before the request's first `lookup`, or all blocks if there was no
-                lookup.
-            asked_end: number of leading blocks up to and including the last looked-up block. If -1, all
-                blocks of the path.
+            num_skipped: number of leading blocks that were not looked up. If it is -1, these are the blocks
+                before the request's first `lookup`, or all blocks if there was no lookup.
+            asked_end: index after the last looked-up block. If it is -1, the length of the path.
 
         Cost: a nanosecond for each block of the path.
         """

@@ -43,9 +43,7 @@ def _scaled(admission: str | type[Admission] | None, one_in: int) -> type[Admiss
 
 
 class Shadow:
-    """A manager that holds no bytes of blocks.
-
-    It shows the effect of other settings on a sample of the blocks.
+    """A manager without bytes that shows the effect of a setting on a sample of the blocks.
 
     Args:
         setting: settings that differ from the serving manager's.
@@ -147,7 +145,7 @@ class Shadow:
         manager.finish_request(ctx, hints=hints)
 
     def counted(self) -> Counted:
-        """Return the misses since the last call of `rotate` but one."""
+        """Return the misses in the new and the previous counts (`rotate`)."""
         return Counted(self.setting.label, self.missed + self._before, self.manager.capacity_blocks)
 
     def rotate(self) -> None:

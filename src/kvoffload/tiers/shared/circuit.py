@@ -20,7 +20,7 @@ that a recovered server is used within 5 s."""
 
 
 class CircuitBreaker:
-    """A circuit breaker: closed while calls succeed, opened for a pause by three consecutive failures.
+    """A circuit breaker. Three consecutive failures open it for a pause, in which no calls are sent.
 
     After the pause the breaker is half open, and one attempt is sent. Success closes the breaker; failure
     opens it again. No request waits for an attempt. The first pause is one second, and each further pause is
@@ -64,10 +64,7 @@ class CircuitBreaker:
         self._backoff.reset()
 
     def answered(self) -> None:
-        """Close an open breaker after a reply that shows neither success nor failure.
-
-        One further failure opens the breaker again, for a longer pause.
-        """
+        """Close an open breaker after an inconclusive reply. The next failure opens it for a longer pause."""
         if self.is_open:
             self._num_failures, self.next_attempt = _FAILURES - 1, None
 

@@ -48,8 +48,8 @@ class Exchange:
     def claim(self) -> bool:
         """Claim the exchange; returns True in the first call, False in later calls.
 
-        A connection thread claims an exchange before it performs the exchange. A tier claims an exchange
-        before it drops the exchange. Thread: any, because `pop` of a list is atomic.
+        A connection thread calls this before it performs the exchange. A tier calls this before it drops the
+        exchange. Thread: any, because `pop` of a list is atomic.
         """
         try:
             self._unclaimed.pop()
@@ -95,7 +95,7 @@ class Persistence(Enum):
 class PersistenceQuestion(Exchange):
     """Asks a server about its persistence.
 
-    If the user lacks the permission, the result is `UNKNOWN`, no failure.
+    If the user lacks the permission, `persistence` stays `UNKNOWN`, and the exchange succeeds.
 
     Attributes:
         reasons: the settings that turn persistence on: ``save "3600 1"``.
@@ -111,10 +111,9 @@ class BlockExchange(Exchange):
 
     Attributes:
         job: number of the job.
-        num_rows: number of rows in the job's result. The first rows belong to the blocks of this exchange.
+        num_rows: number of blocks of the job. The exchange covers the first ``len(keys)`` of these blocks.
         objects: the objects of a bucket that hold these blocks.
-        current: mask of the blocks whose epoch the server has confirmed. Results of other blocks do not
-            count.
+        current: mask of the blocks whose epoch the server has confirmed.
         ok: mask of the present blocks (probe), the verified blocks (read), or the stored blocks (write).
         refused: last error reply about a single block, or None.
     """
@@ -155,7 +154,7 @@ class Transfer(BlockExchange):
         return bool(self.ok.any())
 
     def addresses(self, which: slice | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the addresses of these blocks in memory."""
+        """Return the memory addresses of the blocks ``keys[which]``."""
         addresses: npt.NDArray[np.int64] = address_of(self.pool) + self.rows[which] * self.pool.strides[0]
         return addresses
 

@@ -19,7 +19,7 @@ from kvoffload.structures.keys import Keys
 from kvoffload.tiers.contract import Mask
 
 _GENERATION_BLOCKS = 1 << 17
-"""Number of blocks in a generation of known groups. The last two generations are remembered."""
+"""Number of blocks after which a new generation of groups begins. Two generations are remembered."""
 _NAME_BYTES = 16
 
 
@@ -39,11 +39,11 @@ class ObjectPart(NamedTuple):
 
 @dataclass(eq=False)
 class ReportedPath:
-    """Progress along a request's path.
+    """Groups of a request's path that `BlockGroups.add_path` has added.
 
     Attributes:
-        num_added: number of blocks whose groups have been added.
-        generation: generation in which the path's first group was added.
+        num_added: number of leading blocks of the path whose groups have been added.
+        generation: generation that has these groups. In a later generation they are added again.
     """
 
     num_added: int = 0
@@ -75,7 +75,7 @@ class BlockGroups:
         return len(self._young) + len(self._old)
 
     def add_path(self, reported: ReportedPath, path: Keys) -> None:
-        """Add the whole groups by which a request's path has grown since the last call with `reported`."""
+        """Add the groups of `path` that are missing in `reported`, and record them in `reported`."""
         length = len(path) - len(path) % self.group_blocks
         if self.group_blocks == 1 or length == 0:
             return
@@ -111,7 +111,7 @@ class BlockGroups:
         return np.array([digest in young or digest in old for digest in digests.tolist()], np.bool_)
 
     def cut(self, keys: Keys, room: int) -> int:
-        """Return the number of leading blocks to offer, at most `room`.
+        """Return the number of leading blocks, at most `room`, after which to cut a batch.
 
         If all blocks fit into `room`, returns their number. Otherwise cuts after the last group that ends
         within `room`. If no group ends within `room`, returns `room`.

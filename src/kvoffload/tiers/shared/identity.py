@@ -37,7 +37,7 @@ HEADER = np.dtype(
 HEADER_BYTES = HEADER.itemsize
 
 Headers: TypeAlias = npt.NDArray[Any]
-"""Shape ``(n,)``, with the record type `HEADER`."""
+"""Headers of `n` blocks: shape ``(n,)``, record type `HEADER`."""
 
 _EPOCH = re.compile(rb"[0-9a-f]{16}")
 _REST = b"+"
@@ -50,10 +50,9 @@ _LEAST_CUT, _MOST_LOST = 16 << 10, 0.1
 def head_bytes(block_bytes: int) -> int:
     """Return the number of the block's bytes that the first value holds, after its header.
 
-    If the first value does not hold the whole block, a second value holds the rest (`rest_names`). Reason:
-    servers allocate memory in jemalloc's size classes, four for each doubling. A value with a header and a
-    block of 2^n bytes would waste a quarter of its memory. Therefore a block that would waste more than a
-    tenth is split, so that its second value fills a size class exactly.
+    A second value holds the rest, if any (`rest_names`). Reason: servers allocate memory in jemalloc's size
+    classes (`_class_below`). A header and a block of 2^n bytes need the class of ``1.25 * 2^n`` bytes. If a
+    block would waste more than a tenth of its size, it is split: the second value fills a class exactly.
     """
     whole = HEADER_BYTES + block_bytes + _ADDED_BYTES
     if block_bytes < _LEAST_CUT or _class_above(whole) <= (1 + _MOST_LOST) * block_bytes:
@@ -97,7 +96,7 @@ class EpochKeys(NamedTuple):
 
 
 class Epoch(ABC):
-    """Names and headers of blocks between two resets."""
+    """Names and headers of blocks. Both change with each reset, so that earlier blocks are not found."""
 
     producer: bytes
 
@@ -223,7 +222,7 @@ def epoch_name(namespace: str, producer: bytes) -> bytes:
 
 
 def about_name(epoch: bytes) -> bytes:
-    """Return the name of the producer's text, stored beside the key `epoch` for ``inspect``."""
+    """Return the name under which the producer's text is stored. `epoch`: name of the epoch key."""
     prefix, _, tag = epoch.rpartition(b":epoch")
     return prefix + b":about" + tag
 

@@ -24,9 +24,9 @@ NUM_ENTRIES = 1 << 20
 
 
 class PresenceCache:
-    """A direct-mapped table: the digest of a block's key determines the one entry where the block may be.
+    """A direct-mapped table. The digest of a block's key selects the only entry that may describe the block.
 
-    A block replaces the block that was in its entry, so memory is bounded. Replaced blocks are probed again.
+    A block replaces the previous block of its entry. Replaced blocks are probed again.
 
     Args:
         clock: monotonic seconds, above 0.
@@ -46,10 +46,7 @@ class PresenceCache:
         self._mask = np.uint64(num_entries - 1)
 
     def present(self, digests: U64Array) -> Mask:
-        """Return a mask of the blocks that were present at the server's last reply.
-
-        Expired entries are False.
-        """
+        """Return a mask of the blocks that the server had at its last reply. False for expired entries."""
         at = self._entries(digests)
         mask: Mask = self._matches(at, digests) & (self._until[at] > self._clock())
         return mask
@@ -72,7 +69,7 @@ class PresenceCache:
         self._until[at[self._matches(at, digests)]] = 0.0
 
     def clear(self) -> None:
-        """Drop all entries. Cost: O(1), because pages are neither freed nor zeroed."""
+        """Drop all entries. Cost: O(1)."""
         self._times_cleared += np.uint64(1)
 
     def _entries(self, digests: U64Array) -> I64Array:

@@ -60,11 +60,11 @@ E = TypeVar("E", bound=BlockExchange)
 
 @dataclass(eq=False)
 class RemoteRequest:
-    """Record of a request.
+    """The tier's state of a request.
 
     Attributes:
-        counted: keys that the admission rule has counted.
-        reported: progress along the reported path.
+        counted: keys that the admission rule has counted for this request.
+        reported: groups of the request's path that have been added.
     """
 
     counted: set[bytes] = field(default_factory=set)
@@ -276,7 +276,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
     def delete(self, keys: Keys) -> int:
         """Mark blocks as absent in this process's presence cache. The server keeps the blocks.
 
-        Damaged blocks on the server are deleted elsewhere: by the reads that find them.
+        A read that finds a damaged block deletes it on the server (`Read.damaged`).
         """
         count = int(np.count_nonzero(self.presence.present(keys.digests)))
         self.presence.learn(keys.digests, np.zeros(len(keys), np.bool_))
@@ -513,14 +513,11 @@ class RemoteTier(ConnectingTier, GroupedTier):
         return np.array([new.pop(key, key) is None for key in keys], np.bool_)
 
     def _addressable(self, keys: Keys, wanted: Mask) -> Mask:
-        """Return `wanted` without blocks that are in no known group: their object's name is unknown."""
+        """Return `wanted` without the blocks in no known group: the names of their objects are unknown."""
         return wanted if self.groups is None else wanted & self.groups.known(keys.digests)
 
     def _forget_partial_groups(self, keys: Keys) -> None:
-        """Drop the entries of partial groups from the presence cache.
-
-        An object contains its whole group. A cache that lists only some blocks of a group is wrong.
-        """
+        """Drop each group with an absent block from the presence cache. An object has all blocks or none."""
         if self.groups is not None and self.group_blocks > 1:
             for group in self.groups.whole(keys):
                 digests = keys.digests[group.rows]

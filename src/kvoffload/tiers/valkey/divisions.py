@@ -83,10 +83,7 @@ class DividedEpoch(Epoch):
 
     @cached_property
     def _table(self) -> tuple[list[bytes], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-        """Prefix of block names, epoch number and checksum seed of each of the 256 divisions.
-
-        A division without a known epoch number has number 0.
-        """
+        """Prefix of block names, epoch number (0 if unknown) and checksum seed, for each of 256 divisions."""
         names, place, known = tags(), producer_prefix(self.namespace, self.producer), self._known
         numbers = [known.get(division) or 0 for division in range(NUM_DIVISIONS)]
         seeds = [seed_of(self.namespace, self.producer, number) for number in numbers]
