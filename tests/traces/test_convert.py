@@ -423,6 +423,17 @@ def test_a_table_without_a_required_column_is_refused(tmp_path: Path) -> None:
         converted(tmp_path / "in.csv", "b.none-shared.jsonl", source="lengths:none")
 
 
+def test_a_line_before_the_head_of_a_table_is_skipped(tmp_path: Path) -> None:
+    """The line has a name of a column, so that a reader that keeps the column would take it for the head."""
+    options: dict[str, Any] = {"source": "lengths:none", "skip_bad_lines": True}
+    (tmp_path / "in.csv").write_text("timestamp,of arrival\ntimestamp,prompt_tokens,output_tokens\n0,640,1\n")
+    _, done = converted(tmp_path / "in.csv", "b.none-shared.jsonl", **options)
+    assert (done.requests, done.skipped_lines) == (1, 1)
+    (tmp_path / "in.csv").write_text("timestamp,output_tokens\n0,1\n")
+    with pytest.raises(TraceError, match=r"no requests in it \(2 bad lines\)"):
+        converted(tmp_path / "in.csv", "b.none-shared.jsonl", **options)
+
+
 # ---- text
 
 

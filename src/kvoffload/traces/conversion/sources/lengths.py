@@ -97,16 +97,18 @@ class Lengths(Source):
         return [Request(time_s, input_tokens, output_tokens, ids, session=self.given.keys.name(session))]
 
     def _begin(self, head: list[str]) -> None:
+        columns: dict[str, int] = {}
         for column, names in (("time", _TIME), ("input", _INPUT), ("output", _OUTPUT), ("session", _SESSION)):
             place = next((head.index(name) for name in names if name in head), None)
             if place is not None:
-                self._columns[column] = place
+                columns[column] = place
             elif column != "session":
                 raise BadLineError(f"column {column}: missing; allowed: {', '.join(names)}")
         if not self.reuse:
             raise self._no_reuse()
-        if self.reuse == "sessions" and "session" not in self._columns:
+        if self.reuse == "sessions" and "session" not in columns:
             raise ConfigError("from", f"{self.name}:{self.reuse}", "the table has no column of session ids")
+        self._columns = columns
 
     def _text(self, row: list[str], column: str) -> str:
         place = self._columns[column]
