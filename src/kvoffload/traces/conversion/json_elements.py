@@ -19,7 +19,7 @@ _SEPARATORS = re.compile(r"[ \t\r\n,]*")
 
 
 def is_array(path: Path) -> bool:
-    """Return True if a file is a single JSON array; False for JSON lines, even if each line is an array."""
+    """Return True if a file is a JSON array of objects. The first line shows this: ``[`` alone, or ``[{``."""
     first = next((text.strip() for _, text in numbered_lines(path)), b"")
     return first.startswith(b"[") and (first == b"[" or first[1:].lstrip().startswith(b"{"))
 

@@ -115,9 +115,7 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, record: bytes) -> Iterable[Request]:
-        """Return the requests that this record completes.
-
-        Over all calls, requests are returned in order of arrival.
+        """Return the requests that this record completes, in the order of the recording.
 
         Raises:
             BadLineError: a field is wrong; the state is unchanged.
@@ -150,7 +148,7 @@ SOURCES: Registry[Source] = Registry("from", Source, "kvoffload.traces.conversio
 
 
 _LEVELS = ("debug ", "info ", "warning ", "error ", "(apiserver", "(enginecore")
-"""Log levels with which lines of vLLM's log begin, in lower case."""
+"""Beginnings of lines of vLLM's log, in lower case: log levels and names of processes."""
 
 
 def kind_of(path: Path) -> type[Source]:
