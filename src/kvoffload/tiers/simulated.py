@@ -1,6 +1,6 @@
 """A tier without bytes, for replays without data, sweeps and plans.
 
-Decides with the same manager, policy and admission objects as a disk tier; its jobs end at once.
+Decides with the same classes of managers, policies and admission rules as a disk tier. Jobs end at once.
 """
 
 from __future__ import annotations

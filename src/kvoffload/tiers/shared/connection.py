@@ -47,9 +47,9 @@ class ConnectionThread(Generic[C]):
     Args:
         name: name of the thread.
         perform: performs an exchange over a connection.
-        deliver: called with each exchange that has ended, on this thread.
+        deliver: called on the connection thread with each exchange that has ended.
 
-    Thread: `submit` and `stop` on one thread; neither waits.
+    Thread: one thread calls `submit` and `stop`; neither waits.
     """
 
     def __init__(

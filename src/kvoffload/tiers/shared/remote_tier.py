@@ -337,8 +337,8 @@ class RemoteTier(ConnectingTier, GroupedTier):
     def is_open(self, kind: str | None = None) -> bool:
         """Return True if operations of type `kind` may be sent.
 
-        If `kind` is None, return True if the server is usable at all. While the server is unusable, the call
-        also processes replies, and reconnects as the circuit breakers allow.
+        If `kind` is None, return True if the server is usable at all. While an epoch is unknown or a circuit
+        breaker is open, the call also processes replies, and sends handshakes and attempts that are due.
         """
         if os.getpid() != self._pid:
             raise MisuseError("this process was forked from the process that has the tier and cannot use it")

@@ -64,7 +64,7 @@ class _MapChange:
 
 
 class ClusterTier(DividedSharedTier, ConnectingTier):
-    """Blocks in a cluster that several machines share. Each node is a `RemoteTier`. In addition:
+    """Blocks in a cluster that several machines share. Each node is a `RemoteTier`. Further properties:
 
     - Each division of the blocks has its own epoch, stored in the division's hash slot. A reset is confirmed
       when all masters and all connected replicas have the reset.

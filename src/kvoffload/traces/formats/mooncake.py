@@ -391,7 +391,7 @@ class _Requests:
         raise BadLineError(f"{field} {now} here, but {before} in line {numbers[there]}")
 
     def without_broken_chains(self) -> _Requests:
-        """Return the requests. Leaves out each request that contradicts an earlier one.
+        """Return the requests without those that repeat an id, or contradict an earlier request.
 
         A request contradicts another if the same id has different predecessors in the two requests.
         """
