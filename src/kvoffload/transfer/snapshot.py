@@ -1,6 +1,6 @@
-"""Slow copies of a tensor's blocks to host memory, and waits for the work submitted to the device before.
+"""Copies of a tensor's blocks to host memory, for audits. Slower than the copies that `cuda` makes.
 
-Independent of `cuda`, so that audits can check the copies that `cuda` makes.
+Independent of `cuda`, so that audits can check these copies. `submitted_work` waits for the device.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ torch: Any = untyped_torch
 def submitted_work(device: Any) -> Callable[[], None]:
     """Return a function that waits for the work submitted so far.
 
-    On CUDA the function waits for the work of the present call's current stream. On other devices, it waits
-    for all work. The function may run in any thread. It raises `OSError` if the wait fails.
+    On CUDA it waits for the stream that is current when `submitted_work` is called. On other devices it waits
+    for the whole device. The function may run in any thread. It raises `OSError` if the wait fails.
     """
     if device.type == "cpu":
         return lambda: None
@@ -44,7 +44,7 @@ class Snapshots:
     """Reads blocks of one tensor.
 
     Args:
-        tensor: shape ``(num_blocks, ...)``. A block is one range of memory, maybe with permuted dimensions.
+        tensor: shape ``(num_blocks, ...)``. Each block is contiguous in memory; dimensions may be permuted.
         block_bytes: bytes of a block, including padding.
 
     Thread: one.

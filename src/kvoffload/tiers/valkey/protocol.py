@@ -63,7 +63,7 @@ class Resp:
 
     Attributes:
         window_bytes: limit of the bytes of blocks in a window, which is one pipeline. A write reads all
-            replies to a window before it sends the next. A read requests the next window before it receives.
+            replies to a window before it sends the next. A read requests one window in advance.
         most_at_once: largest number of blocks that the client receives together.
     """
 
