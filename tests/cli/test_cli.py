@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +61,21 @@ def test_a_closed_pipe_is_no_failed_check(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(sys, "stdout", _Closed())
     with pytest.raises(SystemExit) as end:
         main()
+    assert end.value.code == 141
+
+
+@pytest.mark.parametrize(
+    "arguments", [["metrics", "--rules"], ["--help"], ["metrics", "--help"], ["--version"]]
+)
+def test_the_exit_code_of_a_closed_pipe_is_141(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
+    """Click ends with code 1 if the error has a number, as the system's error has. 1 means a failed check."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    monkeypatch.setattr(sys, "argv", ["kvoffload", *arguments])
+    with open(writer, "wb", buffering=0) as closed:
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(closed, "utf-8", write_through=True))
+        with pytest.raises(SystemExit) as end:
+            main()
     assert end.value.code == 141
 
 

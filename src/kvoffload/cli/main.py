@@ -8,6 +8,7 @@ import importlib
 import logging
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import click
 
@@ -39,8 +40,25 @@ _COMMANDS = {
 """Mapping: command -> its location and help line. With it, ``kvoffload --help`` need not import numba."""
 
 
+@contextlib.contextmanager
+def _no_exit_of_click() -> Iterator[None]:
+    """Raise `BrokenPipeError` without its number. Click would exit with 1, the code of a failed check."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise BrokenPipeError from None
+
+
 class _Commands(click.Group):
     """Command group that imports a command on demand."""
+
+    def make_context(self, *arguments: Any, **keywords: Any) -> click.Context:
+        with _no_exit_of_click():
+            return super().make_context(*arguments, **keywords)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _no_exit_of_click():
+            return super().invoke(ctx)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(_COMMANDS)
