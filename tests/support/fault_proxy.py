@@ -96,6 +96,10 @@ class FaultProxy:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def redirect(self, port: int) -> None:
+        """Forward new connections to another port."""
+        self._to = self._to[0], port
+
     def set(self, **faults: object) -> None:
         """Replace all faults, and count bytes from 0."""
         with self._lock:

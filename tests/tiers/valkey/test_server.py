@@ -29,7 +29,7 @@ from kvoffload.tiers.valkey.resp import Login
 from support.fault_proxy import FaultProxy
 from support.pauses import end_pauses
 from support.refusals import refusal
-from support.shared_tier_contract import GROUP, Damage, Rig
+from support.shared_tier_contract import BLOCKS, GROUP, Damage, Rig
 from support.sharing_client import closed_at_the_end, some_keys
 from support.valkey_client import BLOCK_BYTES, Client
 from support.valkey_contract import DAMAGES, HEAD_BYTES, READ_REPLY_BYTES, ValkeyContract
@@ -447,6 +447,55 @@ def test_blocks_of_a_full_server_are_served_to_new_machines(
         client.reconnect()
         assert client.tier.drain(PATIENCE_S)
         assert client.probe(*GROUP) == []
+
+
+def test_demoted_master_is_left(tmp_path: Path, make: Callable[..., Client]) -> None:
+    """A failover moves the address to another server, and connections to the old master stay open.
+
+    The old master has become a replica. If it cannot reach its new master, it misses later resets.
+    """
+    (tmp_path / "old").mkdir()
+    with (
+        running(tmp_path / "old") as old,
+        running(tmp_path) as new,
+        FaultProxy(old.port) as address,
+    ):
+        client, other = make(address), make(new)
+        client.write(*GROUP)
+        client.read(*GROUP)
+        other.write(*BLOCKS)
+        address.redirect(new.port)
+        assert client.read(*GROUP) == GROUP
+        old.execute("REPLICAOF", "127.0.0.1", "1")
+        assert client.write(9) == []
+        client.reconnect()
+        assert client.probe(*GROUP) == client.read(*GROUP) == GROUP, "of the new master"
+        assert client.write(9) == [9]
+        assert new.has(client.name(9))
+        other.reset()
+        assert client.read(*GROUP) == []
+
+
+def test_connections_to_two_servers_meet_after_a_reset(tmp_path: Path, make: Callable[..., Client]) -> None:
+    """The address moves while the old server keeps running, and one connection alone fails."""
+    (tmp_path / "old").mkdir()
+    with (
+        running(tmp_path / "old") as old,
+        running(tmp_path) as new,
+        FaultProxy(old.port) as address,
+    ):
+        client = make(address)
+        client.write(*GROUP)
+        client.read(*GROUP)
+        new.restore(old.snapshot())
+        address.redirect(new.port)
+        for thread in client.tier.jobs._threads["probe"]:
+            thread.reconnect()
+        make(new).reset()
+        assert client.probe(*GROUP) == []
+        client.reconnect()
+        assert client.write(*BLOCKS) == client.read(*BLOCKS) == BLOCKS
+        assert new.has(client.name(1))
 
 
 @pytest.mark.parametrize("code", ["OOM", "MISCONF", "READONLY", "LOADING"])

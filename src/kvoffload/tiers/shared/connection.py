@@ -49,7 +49,7 @@ class ConnectionThread(Generic[C]):
         perform: performs an exchange over a connection.
         deliver: called on the connection thread with each exchange that has ended.
 
-    Thread: one thread calls `submit` and `stop`; neither waits.
+    Thread: one thread calls `submit`, `reconnect` and `stop`; none of them waits.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ConnectionThread(Generic[C]):
         self._connect, self._perform, self._deliver = connect, perform, deliver
         self._queue: queue.SimpleQueue[Exchange | None] = queue.SimpleQueue()
         self._connection: C | None = None
-        self._stopping = self._is_busy = False
+        self._stopping = self._is_busy = self._must_reconnect = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -80,6 +80,10 @@ class ConnectionThread(Generic[C]):
                 self._deliver(exchange)
             return
         self._queue.put(exchange)
+
+    def reconnect(self) -> None:
+        """Use a new connection from the next exchange on."""
+        self._must_reconnect = True
 
     @property
     def load(self) -> int:
@@ -128,6 +132,9 @@ class ConnectionThread(Generic[C]):
             del exchange  # it may be the last reference to the rows of the pool
 
     def _run_one(self, exchange: Exchange) -> None:
+        if self._must_reconnect:
+            self._must_reconnect = False
+            self._close()
         if self._connection is not None and not self._connection.is_in_step:
             self._close()  # the next bytes would belong to another request
         if self._connection is not None:

@@ -97,6 +97,11 @@ class Jobs:
         queued = [exchange for exchange in self.in_flight.values() if exchange.kind in kinds]
         self._drop(queued, NotSentError("not sent: the circuit breaker has opened"))
 
+    def reconnect(self) -> None:
+        """Perform later exchanges over new connections."""
+        for thread in self._all_threads():
+            thread.reconnect()
+
     def start(self) -> None:
         """Start all threads that have not started.
 

@@ -13,6 +13,8 @@ _ELSEWHERE = {"MOVED", "ASK", "TRYAGAIN"}
 BUSY = "max number of clients reached"
 FULL = "OOM"
 """Code of a server that is full and evicts nothing."""
+REPLICA = "READONLY"
+"""Code of a replica that refuses writes."""
 
 
 class ProtocolError(KVOffloadError):

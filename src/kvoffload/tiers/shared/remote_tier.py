@@ -43,7 +43,7 @@ from kvoffload.tiers.shared.jobs import Jobs
 from kvoffload.tiers.shared.peer import Peer
 from kvoffload.tiers.shared.presence import PresenceCache
 from kvoffload.tiers.shared.printable import printable
-from kvoffload.tiers.shared.remote_errors import FULL, CacheResetError
+from kvoffload.tiers.shared.remote_errors import FULL, REPLICA, CacheResetError, ServerError
 from kvoffload.tiers.shared.server import Dialect, RemoteOptions, Server
 from kvoffload.tiers.shared.write_log import WriteLog
 from kvoffload.tiers.waiting import Backoff, wait_until
@@ -102,6 +102,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
       one attempt is sent, and no request waits for it. The attempt closes the breaker or opens it again.
     - After a confirmed reset, new reads on all machines return no block from before the reset. Until the
       reset is confirmed, this tier is empty.
+    - If the server becomes a replica, the tier connects again, and is empty until it has found the master.
     - Each exchange about blocks checks the epoch. If a server loses its epoch, the next handshake creates a
       new epoch. Earlier blocks of the server are never found again.
     - The server evicts blocks. The tier never lists the server's contents and deletes only damaged blocks.
@@ -417,6 +418,8 @@ class RemoteTier(ConnectingTier, GroupedTier):
             return
         if newly_open := self.peer.note(exchange):
             self.jobs.drop_queued(newly_open)
+        if _is_from_replica(exchange):
+            self.jobs.reconnect()
         if isinstance(exchange, Handshake):
             self.peer.take_handshake(exchange)
         elif isinstance(exchange, BlockExchange):
@@ -431,7 +434,9 @@ class RemoteTier(ConnectingTier, GroupedTier):
         was_reset = isinstance(exchange.error, CacheResetError)
         if was_reset or not is_current:
             exchange.ok[:] = False
-        if was_reset and is_current:
+        if (was_reset or _is_from_replica(exchange)) and is_current:
+            # After a failover, connections may lead to different servers.
+            self.jobs.reconnect()
             self.peer.take_reset()
         stale = None
         if isinstance(exchange, Read):
@@ -547,6 +552,12 @@ def unavailable(place: str, error: Exception) -> UnavailableError:
     unavailable_error = UnavailableError("tier", place, f"{type(error).__name__}: {printable(error)}")
     unavailable_error.__cause__ = error
     return unavailable_error
+
+
+def _is_from_replica(exchange: Exchange) -> bool:
+    """Return True if the server is a replica now: after a failover, the address leads to another server."""
+    reply = exchange.error or getattr(exchange, "refused", None)
+    return isinstance(reply, ServerError) and reply.code == REPLICA
 
 
 def _padded(mask: Mask | None, num_rows: int) -> Mask | None:
