@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ from click.testing import CliRunner, Result
 from kvoffload.cli.trace import trace as command
 from kvoffload.errors import ConfigError, TraceError
 from kvoffload.traces.sources import load_trace
+from support.run_cli import kvoffload
 
 
 def invoke(*arguments: str) -> Result:
@@ -138,3 +141,24 @@ def test_a_built_in_trace_has_the_requested_block_size() -> None:
     assert load_trace("rag", block_tokens=256).block_refs == pytest.approx(
         2 * load_trace("rag").block_refs, rel=0.1
     )
+
+
+def test_a_trace_goes_through_a_pipe() -> None:
+    """The target of /dev/stdout is no path then."""
+    done = subprocess.run(
+        [sys.executable, "-c", "from kvoffload.cli.main import main; main()",
+         "trace", "generate", "chat", "--sessions", "3", "--output", "/dev/stdout"],
+        capture_output=True, text=True, check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert all("hash_ids" in json.loads(line) for line in done.stdout.splitlines())
+    assert done.stderr.startswith("/dev/stdout: ")
+
+
+def test_a_dash_is_no_output_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = kvoffload("trace", "generate", "chat", "--sessions", "3", "--output", "-")
+    assert done.returncode == 2
+    assert "output: '-' is invalid; allowed: the path of a file, or /dev/stdout" in done.stderr
+    assert not [*tmp_path.iterdir()]

@@ -124,7 +124,7 @@ def compact(options: PathOptions) -> None:
 def rm(options: DeleteOptions) -> None:
     """Delete PATH, a slab or a directory with slabs, with all its blocks.
 
-    PATH must not be open in another process.
+    PATH must not be open in another process. If you answer no, the exit code is 1.
     """
     slabs = find_slabs(options.path)
     file_bytes = size(sum(slab.stat().st_size for slab in slabs))

@@ -83,7 +83,10 @@ def inspect(options: NameOptions) -> None:
 @pool.command()
 @options_of(RemoveOptions)
 def rm(options: RemoveOptions) -> None:
-    """Remove the pool NAME, with every block in it. Stop all engines of the pool first."""
+    """Remove the pool NAME, with every block in it. Stop all engines of the pool first.
+
+    If you answer no, the exit code is 1.
+    """
     status = find(options.name, _checked(options.root))
     if not options.yes:
         confirm(f"Remove the pool {status.name} of {size(status.num_bytes)}?")

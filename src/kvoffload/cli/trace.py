@@ -80,7 +80,8 @@ def generate(name: str, output: Path, force: bool, **parameters: Any) -> None:
         raise ConfigError("output", str(output), f"the file cannot be written ({error.strerror})") from None
     click.echo(
         f"{output}: {generated.requests:,} requests, {generated.block_refs:,} block references, "
-        f"{generated.unique_blocks:,} unique blocks"
+        f"{generated.unique_blocks:,} unique blocks",
+        err=not output.is_file(),  # standard output may be the trace
     )
 
 

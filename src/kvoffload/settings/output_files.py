@@ -15,8 +15,11 @@ def check_new(field: str, path: Path, *, force: bool) -> None:
 
     Call this function before the work.
 
-    Devices and pipes are accepted. Empty files are accepted, too, because an aborted command may leave them.
+    ``-`` is refused, because users mean standard output. Devices and pipes are accepted. Empty files are
+    accepted, too, because an aborted command may leave them.
     """
+    if str(path) == "-":
+        raise ConfigError(field, "-", "allowed: the path of a file, or /dev/stdout for standard output")
     if path.is_dir():
         raise ConfigError(field, str(path), "allowed: a regular file, or a new one")
     if not force and path.is_file() and path.stat().st_size > 0:

@@ -175,10 +175,11 @@ def write_trace(trace: Trace, path: str | Path) -> None:
     The file begins with a `Header`, unless blocks have 512 tokens. Equal traces give equal bytes. If
     `Trace.prompt_tokens` is None, `input_length` counts only full blocks. Raises `OSError`.
     """
-    path = Path(path).resolve()
+    path = Path(path)
     if path.exists() and not path.is_file():  # a device or pipe, which must not be replaced
         _write_trace(trace, path, path.suffix)
         return
+    path = path.resolve()  # only now, because the target of /dev/stdout may be a pipe, which has no path
     partial = path.with_name(path.name + ".part")
     try:
         _write_trace(trace, partial, path.suffix)
