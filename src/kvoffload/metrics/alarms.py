@@ -235,8 +235,9 @@ ALARMS: Final = (
         summary="{{ $value | humanize }} blocks at {{ $labels.instance }} could not be loaded",
         cause="A copy from RAM to the device failed. If `kv_load_failure_policy` is `recompute`, the blocks "
         "were computed again.",
-        remedy="Read the worker's log for the device's error. If `kv_load_failure_policy` is `fail`, vLLM's "
-        "default, requests ended with an error: use the flag that `kvoffload vllm-config` prints.",
+        remedy="Read the worker's log for the device's error. If `kv_load_failure_policy` is `fail` (vLLM's "
+        "default), the requests of these blocks ended with an error. To recompute such blocks instead, use "
+        "the flag that `kvoffload vllm-config` prints.",
     ),
     Alarm(
         name="KVOffloadFailedStores",
@@ -290,8 +291,8 @@ ALARMS: Final = (
         severity="warning",
         summary="{{ $labels.tier }} may write {{ $value | humanize1024 }}B more today, and drops blocks",
         cause="A disk tier has written `max_write_bytes_per_day` in the last 24 hours.",
-        remedy="Use `admission=worth` or `reuse:2` for the tier, so that the tier writes only blocks with "
-        "more uses. Raise the budget only if the SSD's endurance allows it.",
+        remedy="Use `admission=worth` or `reuse:2` for the tier. The tier then writes fewer blocks that "
+        "nobody reads again. Raise the budget only if the SSD's endurance allows it.",
     ),
     Alarm(
         name="KVOffloadDiskTooSlow",
