@@ -312,11 +312,12 @@ ALARMS: Final = (
         severity="warning",
         summary="The hit ratio of {{ $labels.model_name }}{{ $labels.manager }} fell to "
         "{{ $value | humanizePercentage }}",
-        cause="The hit ratio is less than half of yesterday's value at this time, and less than half of last "
-        "week's. A restart or reset emptied RAM, a tier is missing, or prompts changed (a date, id or salt "
-        "near their beginning).",
-        remedy="Compare today's misses by reason with yesterday's. Check that every tier works. After a "
-        "restart, wait until RAM is full. If prompts changed, move the changing part to their end.",
+        cause="The hit ratio is less than half of the value at this time yesterday, and less than half of "
+        "the value a week ago. Possible causes: a restart or reset emptied RAM, a tier is missing, or "
+        "the beginning of the prompts changed (a date, id or salt).",
+        remedy="Compare the reasons of today's misses with the reasons of yesterday's misses. Check that "
+        "every tier works. After a restart, wait until RAM is full. If prompts changed, move the changing "
+        "part to the end of the prompt.",
     ),
     Alarm(
         name="KVOffloadNothingStored",
