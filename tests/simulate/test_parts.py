@@ -18,7 +18,7 @@ from kvoffload.simulate.config import Timing
 from kvoffload.simulate.event_queue import Events, Link
 from kvoffload.simulate.machine import Machine, Quantity, read_machine
 from kvoffload.simulate.pool import DevicePool, Lease
-from kvoffload.simulate.report import Distribution
+from kvoffload.simulate.report import Distribution, LinkReport
 from support.simulated_machine import machine, trace_of
 
 # ---- events and links
@@ -48,6 +48,17 @@ def test_a_link_moves_one_job_after_the_other() -> None:
     assert half.busy_s == pytest.approx(4.5)
     assert half.waited_s == pytest.approx(1.5)
     assert link.report().bytes_left == 0
+
+
+def test_a_link_whose_first_job_has_just_begun_was_never_busy() -> None:
+    events, reports = Events(), list[LinkReport]()
+    link = Link(events, "store", bytes_per_s=1000.0, latency_s=0.0)
+    events.at(1.1, lambda: link.submit(100, lambda: None))
+    events.at(1.1, lambda: reports.append(link.report()))
+    events.run()
+    (report,) = reports
+    assert 1.1 + 0.1 - 1.1 > 0.1, "the numbers of this test round up"
+    assert (report.busy_s, report.busy_share) == (0.0, 0.0)
 
 
 # ---- the device's pool

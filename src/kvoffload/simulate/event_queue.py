@@ -75,7 +75,7 @@ class Link:
     def report(self) -> LinkReport:
         """Return the counters since the start of the simulation."""
         seconds = self._events.now
-        busy_s = self._busy_s - self.seconds_waiting
+        busy_s = max(0.0, self._busy_s - self.seconds_waiting)  # not less, because both are rounded
         return LinkReport(
             name=self.name,
             jobs=self._jobs,
