@@ -135,6 +135,16 @@ def test_replicas_and_scale_divide_the_budget(loop: str) -> None:
         assert row.feasible
 
 
+def test_a_replica_with_a_single_request_has_no_budget_to_spend(tmp_path: Path) -> None:
+    # Replica 0 gets a conversation of 40 turns, replica 1 a single prompt.
+    turns = [tuple(range(length)) for length in range(1, 41)]
+    recording = written(tmp_path / "turns.jsonl", [turns[0], (100, 101), *turns[1:]])
+    answer = planned(recording, worn(1.0, gpus=2, replicas=2), saved=0.5)
+    limited = [row for row in answer.rows if row.ssd_write_budget]
+    assert limited, "without a limit, the drive would wear out"
+    assert max(row.drive_writes_a_day or 0 for row in limited) <= 1
+
+
 def test_the_flag_sets_the_budget_of_an_engine(loop: str, tmp_path: Path) -> None:
     (tmp_path / "prices.toml").write_text(
         "[ram]\nmodule = '10MiB'\nprice = 100\nslots = 4\n"

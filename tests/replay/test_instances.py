@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -19,6 +20,7 @@ from kvoffload.traces.statistics import turns
 from kvoffload.traces.trace import Trace
 from kvoffload.traces.workloads import builtin
 from support.run_cli import kvoffload
+from support.small_trace import trace_of
 
 NO_PART_OF_A_RESULT = {"control_plane_s", "data_plane_s", "decisions_sha256", "policy_state", "routing"}
 
@@ -62,6 +64,18 @@ def test_instances_without_shared_tiers_equal_separate_replays(trace: Trace, rou
     assert together.requests == trace.requests
     assert together.hit_blocks_of_others == 0
     assert together.prefix_hit_ratio <= together.optimum_hit_ratio
+
+
+def test_a_write_limit_with_engines_that_get_one_request_or_none() -> None:
+    few = replace(trace_of([1, 2], [3, 4], [5, 6]), timestamps_ms=np.array([0, 1000, 2000]))
+    limited = "simulated:9,per_engine=true,max_write_blocks_per_day=1e9"
+    report = SharedReplay(few, config(4, limited, routing="round-robin")).run()
+    # The limit grows with time from 0, and each of three engines has its only request at its time 0.
+    assert (report.requests, report.tiers[1].blocks_written) == (3, 0)
+    assert SharedReplay(few, config(2, limited, routing="round-robin")).run().tiers[1].blocks_written == 2
+    without_times = replace(few, timestamps_ms=np.zeros(3, np.int64))
+    with pytest.raises(ConfigError, match="the recording has no times"):
+        SharedReplay(without_times, config(4, limited, routing="round-robin"))
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)

@@ -199,14 +199,16 @@ class Cell:
         if not self.purchase.drives:
             return [self._point(fleet, number) for number in range(len(evidence.traces))]
         ssd = fleet.blocks(fleet.ssd_bytes(self.purchase))
-        points = []
+        points, max_writes = [], self.max_writes_per_day(fleet)
         for number, trace in enumerate(evidence.traces):
             capacity = str(min(ssd, trace.unique_blocks))
+            # A budget that grows with time is 0 if all requests of the replica arrive at one time.
+            budget = max_writes if trace.duration_s or max_writes is None else 0.0
             tier = SimulatedOptions(
                 capacity=capacity,
                 policy=setup.ssd_policy,
                 admission=setup.ssd_admission,
-                max_write_blocks_per_day=self.max_writes_per_day(fleet),
+                max_write_blocks_per_day=budget,
             )
             points.append(self._point(fleet, number, tier))
         return points

@@ -118,7 +118,15 @@ class SharedReplay:
             of_own = engine_of[requests] % engines if engines > 1 else None
             observer = None if observe is None else observe(own, requests)
             self._replays.append(
-                Replay(own, self._of_manager, plane, shared=self._shared, engine_of=of_own, observer=observer)
+                Replay(
+                    own,
+                    self._of_manager,
+                    plane,
+                    shared=self._shared,
+                    engine_of=of_own,
+                    observer=observer,
+                    recorded_s=trace.duration_s,
+                )
             )
             self._refs.append(own.block_refs)
         self.hits_per_request = np.zeros(trace.requests, np.int32)

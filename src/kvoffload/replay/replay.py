@@ -80,6 +80,8 @@ class Replay:
         engine_of: with `ReplayConfig.shared_ram`, the engine of each request. None: `ReplayConfig.routing`
             assigns the engines.
         observer: receives every decision; None: no observer.
+        recorded_s: length of the recording in seconds, if `trace` is a part of it; None: the length of
+            `trace`.
 
     Attributes:
         hits_per_request: number of prefix hits of each request, on device and tiers together; int32.
@@ -97,8 +99,10 @@ class Replay:
         shared: SecondaryTier | None = None,
         engine_of: npt.NDArray[np.int32] | None = None,
         observer: Observer | None = None,
+        recorded_s: float | None = None,
     ) -> None:
         self._trace, self._config, self._data = trace, config, data
+        self._recorded_s = trace.duration_s if recorded_s is None else recorded_s
         self._log = DecisionLog(decisions)
         tokens_per_s = config.decode_tokens_per_s
         self._ends = EndsWhenGenerated(trace, tokens_per_s) if tokens_per_s else EndsAtOnce()
@@ -149,8 +153,9 @@ class Replay:
             KEY_BYTES,
             FINGERPRINT,
             counts_blocks=True,
-            clock=lambda: float(trace.timestamps_ms[self._request]) / 1000,
-            recorded_s=trace.duration_s,
+            # An engine without requests has no times.
+            clock=lambda: float(trace.timestamps_ms[self._request]) / 1000 if trace.requests else 0.0,
+            recorded_s=self._recorded_s,
         )
         return open_members(
             config.tiers,

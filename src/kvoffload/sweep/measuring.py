@@ -61,7 +61,7 @@ def swept(source: TraceSource) -> SweptTrace:
     refs = window_sums(np.diff(trace.offsets), WINDOWS)
     return SweptTrace(
         identified(source), trace.name, trace.requests, trace.block_refs, trace.unique_blocks, refs,
-        trace.share_outside_blocks, tuple(trace.warnings),
+        trace.share_outside_blocks, tuple(trace.warnings), trace.duration_s,
     )  # fmt: skip
 
 

@@ -132,7 +132,7 @@ class SweptTrace:
 
     Attributes:
         refs: number of block references in each window (`bootstrap.window_sums`).
-        share_outside_blocks, warnings: see `Trace`.
+        share_outside_blocks, warnings, duration_s: see `Trace`.
     """
 
     source: TraceSource
@@ -143,6 +143,7 @@ class SweptTrace:
     refs: Sums
     share_outside_blocks: float | None = None
     warnings: tuple[str, ...] = ()
+    duration_s: float = 0.0
 
 
 class Runs:

@@ -44,11 +44,11 @@ class SimulatedOptions(SizedTierOptions):
     def write_budget(self, recorded_s: float, clock: Callable[[], float] | None) -> WriteBudget | None:
         """Create the write budget of a replay, in blocks; return None if there is no write limit.
 
-        Raises: `ConfigError` if the recording has no times.
+        Raises: `ConfigError` if the recording has no times, and the limit is not 0.
         """
         if self.max_write_blocks_per_day is None:
             return None
-        if clock is None or not recorded_s:
+        if clock is None or (self.max_write_blocks_per_day and not recorded_s):
             why = "the recording has no times; leave the limit out"
             raise ConfigError("max_write_blocks_per_day", self.max_write_blocks_per_day, why)
         return budget_of_recording(self.max_write_blocks_per_day, clock)
