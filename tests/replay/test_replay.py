@@ -11,6 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION
+from kvoffload.errors import ConfigError
 from kvoffload.replay.config import ReplayConfig
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.decisions import DecisionLog
@@ -184,3 +185,12 @@ def test_json_has_every_promised_field(small_chat: Trace) -> None:
     )
     assert set(promised.split()) <= set(ReplayReport.__struct_fields__)
     assert report.to_json().startswith(b'{\n  "trace": "')
+
+
+@pytest.mark.parametrize("capacity_blocks", [0, -1])
+def test_a_capacity_without_a_block_is_refused(capacity_blocks: int) -> None:
+    """A replay with one block instead would have more hits than its optimum."""
+    with pytest.raises(
+        ConfigError, match=f"capacity_blocks: {capacity_blocks} is invalid; allowed: 1 or more"
+    ):
+        Replay(trace_of([1], [1]), ReplayConfig(capacity_blocks)).run()

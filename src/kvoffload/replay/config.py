@@ -191,5 +191,10 @@ def quotas_for(num_slots: int, capacity_blocks: int, quotas: Mapping[str, Quota]
 
 
 def slots_needed(trace: Trace, capacity_blocks: int) -> int:
-    """Return the number of slots that a cache can use: at least 1, at most one slot per unique block."""
+    """Return the number of slots that a cache can use: at least 1, at most one slot per unique block.
+
+    Raises: `ConfigError` for a capacity below 1.
+    """
+    if capacity_blocks < 1:
+        raise ConfigError("capacity_blocks", capacity_blocks, "allowed: 1 or more")
     return max(1, min(capacity_blocks, trace.unique_blocks))
