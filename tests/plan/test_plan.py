@@ -306,6 +306,18 @@ def test_hosts_and_slots() -> None:
     assert of.steps(6) == ([1, 2], [0, 1, 2]), "more RAM than the recording's blocks is not searched"
 
 
+def test_ram_that_holds_no_block_is_not_recommended(tmp_path: Path) -> None:
+    # The GPU holds one of two blocks that are used in turns. RAM for a block, two modules, holds the other.
+    recording = written(tmp_path / "two.jsonl", [(1,), (2,)] * 30)
+    of = fleet(prices(Ram(module="512KiB", price=100, slots=8)), kv_bytes=MIB)
+    answer = planned(recording, of, dataclasses.replace(PLAIN, stores=("on-device-eviction",)))
+    assert (answer.chosen.purchase, answer.chosen.ram_blocks) == (Purchase(2, 0), 1)
+    assert all(row.ram_blocks for row in answer.rows if row.ram_modules)
+    assert [of.holds_blocks(Purchase(modules, 0)) for modules in range(3)] == [True, False, True]
+    small = fleet(prices(ssd=Ssd(drive="400KiB", slots=4)))
+    assert [small.holds_blocks(Purchase(1, drives)) for drives in range(4)] == [True, False, False, True]
+
+
 @pytest.mark.parametrize(
     ("of", "why"),
     [
@@ -519,6 +531,49 @@ def test_the_busiest_minute_is_measured_on_all_sessions(loop: str) -> None:
     answer = Plan(sessions, of, Target(saved=0.4), PLAIN, work=Work(jobs=1), one_in=5).run()
     assert (answer.outcome, answer.chosen.purchase) == ("BUY", row.purchase)
     assert {row.busy for row in (*answer.rows, *answer.sampled)} == {row.busy}
+
+
+def test_a_sample_of_fewer_requests_than_windows(loop: str, tmp_path: Path) -> None:
+    short = tmp_path / "short.jsonl"
+    with open(loop, encoding="utf-8") as lines:
+        short.write_text("".join(itertools.islice(lines, 100)))
+    source = TraceSource(str(short), None, False)
+    answer = Plan(source, fleet(), Target(), PLAIN, work=Work(jobs=1), one_in=5).run()
+    assert answer.sampled[0].purchase == NOTHING
+    assert answer.chosen in answer.rows
+
+
+def test_savings_of_a_sample_are_not_compared_with_windows_of_all_sessions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All sessions together have several times as many hits on the GPUs as the sample has with any RAM."""
+    # Each of 40 conversations repeats a prompt of two blocks at once, and again after the others.
+    prompts = [(number, 1000 + number) for number in range(40)]
+    recording = written(tmp_path / "twice.jsonl", [prompt for prompt in prompts for _ in "ab"] * 3)
+    guesses = list[Choice]()
+
+    def noted(*arguments: Any) -> tuple[list[Measured], Choice]:
+        *before, guess = arguments
+
+        def chooses(rows: Sequence[Measured]) -> Choice:
+            guesses.append(guess(rows))
+            return guesses[-1]
+
+        return confirm(*before, chooses)
+
+    monkeypatch.setattr("kvoffload.plan.plan.confirm", noted)
+    source, of = TraceSource(recording, None, False), fleet(kv_bytes=10 * MIB)
+    answer = Plan(source, of, Target(), PLAIN, work=Work(jobs=1), one_in=5).run()
+    assert answer.outcome == "BUY"
+    assert [guess.outcome.name for guess in guesses] == ["BUY"]
+
+
+def test_a_sample_without_a_whole_block_is_refused(tmp_path: Path) -> None:
+    recording = tmp_path / "first.jsonl"
+    recording.write_text(line(0, []) + line(1, [1]) + line(2, [1]))
+    source = TraceSource(str(recording), None, False)
+    with pytest.raises(ConfigError, match="sample: 2 is invalid; the sample has no whole block"):
+        Plan(source, fleet(), Target(), PLAIN, work=Work(jobs=1), one_in=2).run()
 
 
 def test_the_gpus_are_scaled_with_the_sample(loop: str) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from kvoffload.errors import ConfigError
 from kvoffload.plan.fleet import Fleet
 from kvoffload.replay.device_cache import run_device
 from kvoffload.replay.optimum import infinite
@@ -124,7 +125,7 @@ def gather(
         one_in: use one session in this many.
         is_shared: True if the replicas may share servers or RAM.
 
-    Raises: errors of `load`, and `ConfigError` for a recording without a full block.
+    Raises: errors of `load`, and `ConfigError` for a recording or a sample without a full block.
     """
     shares, traces = list[Trace](), list[SweptTrace]()
     for replica in range(fleet.replicas):
@@ -134,6 +135,7 @@ def gather(
             traces.append(swept(own))
     if not shares:
         load(source).check_blocks(source.name_or_path)
+        raise ConfigError("sample", one_in, "the sample has no whole block; give a smaller number")
     undivided = replace(source, share=Share(fleet.load, one_in=one_in))
     apart = sum(infinite(share).prefix_hit_blocks for share in shares)
     windows = together([trace.refs for trace in traces])

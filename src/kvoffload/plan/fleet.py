@@ -155,6 +155,15 @@ class Fleet:
         per_host = purchase.modules * self.prices.ram.price + purchase.drives * self.prices.ssd.price
         return self.hosts * per_host + purchase.servers * self.prices.server.price
 
+    def holds_blocks(self, purchase: Purchase) -> bool:
+        """Return True if each bought part holds a block: RAM and SSDs of each replica, and the servers."""
+        bought = (
+            (purchase.modules, self.blocks(self.ram_bytes(purchase))),
+            (purchase.drives, self.blocks(self.ssd_bytes(purchase))),
+            (purchase.servers, self.server_blocks(purchase)),
+        )
+        return all(num_blocks >= 1 for count, num_blocks in bought if count)
+
     def steps(self, footprint_blocks: int) -> tuple[list[int], list[int]]:
         """List the numbers of modules and the numbers of drives per host to try, each in doubling steps.
 

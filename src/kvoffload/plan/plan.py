@@ -218,7 +218,7 @@ class Plan:
                 rows, guess = search.search()
                 sampled = [_marked(row, one_in) for row in rows]
                 stages.later = Progress()
-                rows, choice = whole.confirm(guess, sampled)
+                rows, choice = whole.confirm(guess, sampled, search)
             endurance, unlimited = whole.endurance(rows, choice)
             rows = [*rows, *unlimited]
             in_time = None
@@ -258,7 +258,8 @@ class Plan:
             raise ConfigError("ram.module", ram.module, why)
 
         def allowed(purchase: Purchase) -> bool:
-            return target.budget is None or fleet.price(purchase) <= _BEYOND_BUDGET * target.budget
+            is_affordable = target.budget is None or fleet.price(purchase) <= _BEYOND_BUDGET * target.budget
+            return is_affordable and fleet.holds_blocks(purchase)
 
         setups, budget = self._setups, target.budget
         within_rating = functools.partial(setups.within_rating, rated=fleet.prices.ssd.writes_per_day)
@@ -394,12 +395,27 @@ class _Search:
         space = self._plan.space(self._evidence, self._fleet)
         return search(space, self._measure, self._difference, self._choose, self.begin)
 
-    def confirm(self, sampled: Choice, rows: Sequence[Measured]) -> tuple[list[Measured], Choice]:
-        """Measure on all sessions near the sample's choice; returns all measured rows and the new choice."""
+    def confirm(
+        self, sampled: Choice, rows: Sequence[Measured], sample: _Search
+    ) -> tuple[list[Measured], Choice]:
+        """Measure on all sessions near the sample's choice; returns all measured rows and the new choice.
+
+        Args:
+            sampled, rows: choice and rows of the search on the sample.
+            sample: the search on the sample.
+        """
         space = self._plan.space(self._evidence, self._fleet)
+
+        def guess(guessed: Sequence[Measured]) -> Choice:
+            # The windows of the sample are not the windows of the whole recording.
+            begin, *bought = guessed
+            return choose([replace(begin, hits=sample.begin.hits), *bought], self._needed, sample._difference)
+
         # With a limit for waits there is no guess, because waits are known only from replays.
-        guess = None if self._plan.target.ttft_p90_s is not None else self._choose
-        return confirm(space, self._measure, self._choose, self.begin, sampled, rows, guess)
+        has_guess = self._plan.target.ttft_p90_s is None
+        return confirm(
+            space, self._measure, self._choose, self.begin, sampled, rows, guess if has_guess else None
+        )
 
     def endurance(self, rows: Sequence[Measured], choice: Choice) -> tuple[Endurance | None, list[Measured]]:
         """Compute the savings lost because of the rating of SSDs. Also returns the rows measured for this."""

@@ -175,7 +175,8 @@ def confirm(
     Args:
         sampled: choice on the sample.
         rows: rows of the sample.
-        guess: function that chooses among the corrected rows; None: step 2 uses the neighbours in `sampled`.
+        guess: function that chooses among `begin`, which comes first, and the corrected rows; None: step 2
+            uses the neighbours in `sampled`.
     """
     purchase, table = sampled.chosen.row.purchase, _Table(space, measure, begin)
     ways = sorted((measured for measured in rows if measured.row.purchase == purchase), key=_quality)
