@@ -96,6 +96,16 @@ class FaultProxy:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def allow_client_ca(self, pem: str) -> None:
+        """Accept clients' certificates of another CA as well."""
+        assert self._tls is not None
+        self._tls.load_verify_locations(pem)
+
+    def use_certificate(self, pem: str, key: str) -> None:
+        """Use another certificate for new connections."""
+        assert self._tls is not None
+        self._tls.load_cert_chain(pem, key)
+
     def redirect(self, port: int) -> None:
         """Forward new connections to another port."""
         self._to = self._to[0], port

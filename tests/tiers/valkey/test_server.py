@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffload.errors import MisuseError, UnavailableError
+from kvoffload.errors import ConfigError, MisuseError, UnavailableError
 from kvoffload.tiers.kinds.valkey import ValkeyOptions
 from kvoffload.tiers.shared.identity import HEADER_BYTES, rest_names
 from kvoffload.tiers.shared.write_log import WriteLog
@@ -113,6 +115,31 @@ class TestServer(ValkeyContract):
                 time.sleep(0.1)  # for the client to notice it
                 client.forget()
                 assert client.probe(*range(1, 401)) == GROUP
+
+    def test_renewed_certificates_are_read_while_an_engine_runs(
+        self, server: Server, make: Callable[..., Client], tmp_path: Path
+    ) -> None:
+        """The server's certificate is its CA, and the client's certificate."""
+        (pem, key), (new_pem, new_key) = self_signed(tmp_path), self_signed(tmp_path, "new")
+        own, own_key = (tmp_path / name for name in ("own.pem", "own.key"))
+        shutil.copy(pem, own)
+        shutil.copy(key, own_key)
+        with FaultProxy(server.port, tls=(pem, key), client_ca=new_pem) as proxy:
+            url = f"valkeys://127.0.0.1:{proxy.port}"
+            with pytest.raises(ConfigError, match="unknown ca"):
+                make(url, ca=str(own), cert=str(own), cert_key=str(own_key))
+            proxy.allow_client_ca(pem)
+            client = make(url, ca=str(own), cert=str(own), cert_key=str(own_key))
+            client.write(*GROUP)
+            proxy.use_certificate(new_pem, new_key)
+            own.write_text("in the middle of a change")
+            proxy.drop_connections()
+            client.read(*GROUP)
+            shutil.copy(new_pem, own)
+            shutil.copy(new_key, own_key)
+            client.reconnect()
+            client.assume_present(*GROUP)
+            assert client.read(*GROUP) == GROUP
 
 
 # ---- one machine
@@ -581,6 +608,17 @@ def test_password_is_in_no_log_and_no_text(
 
 
 OWNER = TierOwner(BLOCK_BYTES, 36, "model")
+
+
+def test_encrypted_key_is_refused_without_a_question(tmp_path: Path) -> None:
+    """OpenSSL would ask for the pass phrase on the terminal, and the engine would wait for it."""
+    pem, key = self_signed(tmp_path)
+    encrypted = str(tmp_path / "encrypted.key")
+    words = ["openssl", "ec", "-in", key, "-aes256", "-passout", "pass:hunter2", "-out", encrypted]
+    subprocess.run(words, check=True, capture_output=True)
+    with refusal() as refused:
+        ValkeyOptions(url="valkeys://localhost/ns", cert=pem, cert_key=encrypted).connector()
+    assert "the key is encrypted; give a key without a pass phrase" in str(refused.value)
 
 
 def test_missing_files_are_refused(tmp_path: Path) -> None:

@@ -115,13 +115,13 @@ class ValkeyOptions(SharedTierOptions):
 
         Raises: `ConfigError`.
         """
-        tls = None
+        tls, tls_files = None, (self.ca, self.cert, self.cert_key)
         if parse_url(self.url).has_tls:
-            tls = tls_context(self.ca, self.cert, self.cert_key)
+            tls = tls_context(*tls_files)
         elif self.ca or self.cert or self.cert_key:
             why = "ca, cert and cert_key are for valkeys:// and valkeys+cluster://"
             raise ConfigError("url", self.url, why)
-        return Connector(find_login(self.password_file, tls), self.password_file, silence_s)
+        return Connector(find_login(self.password_file, tls), self.password_file, silence_s, tls_files)
 
 
 def _warn_if_open_to_all(url: ServerURL, login: Login) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import ssl
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,10 +39,15 @@ def tls_context(ca: str, cert: str, cert_key: str) -> ssl.SSLContext:
         context = ssl.create_default_context(cafile=ca or None)
         if cert:
             field, value = "cert", cert
-            context.load_cert_chain(cert, cert_key or None)
+            context.load_cert_chain(cert, cert_key or None, _no_pass_phrase)
     except OSError as error:
         raise ConfigError(field, value, str(error)) from None
     return context
+
+
+def _no_pass_phrase() -> str:
+    """Called for an encrypted key. Without this callback, OpenSSL waits for input from the terminal."""
+    raise OSError("the key is encrypted; give a key without a pass phrase")
 
 
 def password_in(path: str) -> str:
@@ -55,18 +61,27 @@ def password_in(path: str) -> str:
 class Connector:
     """Connects to the servers of one tier, and caches their addresses.
 
-    The password file, if any, is read again before each connection. While the file is unreadable or empty,
-    for example while it is replaced, the last password is used.
+    The password file, if any, is read again before each connection, and the files of certificates after a
+    change. While a file is unreadable or empty, for example while it is replaced, the last password or
+    certificates are used.
 
     Args:
         password_file: empty if the password does not come from a file.
+        tls_files: arguments of `tls_context`.
         silence_s: argument of `Connection`.
 
     Thread: any, several at a time.
     """
 
-    def __init__(self, login: Login, password_file: str = "", silence_s: float = math.inf) -> None:
+    def __init__(
+        self,
+        login: Login,
+        password_file: str = "",
+        silence_s: float = math.inf,
+        tls_files: tuple[str, str, str] = ("", "", ""),
+    ) -> None:
         self.login, self._password_file, self._silence_s = login, password_file, silence_s
+        self._tls_files, self._stamps = tls_files, _stamps_of(tls_files)
         self._addresses = Addresses()
 
     def __call__(self, address: Address, deadline: float) -> Connection:
@@ -76,4 +91,18 @@ class Connector:
                 password = password_in(self._password_file)
                 if password and password != self.login.password:
                     self.login = replace(self.login, password=password)
+        if (stamps := _stamps_of(self._tls_files)) != self._stamps:
+            with contextlib.suppress(ConfigError):
+                self.login = replace(self.login, tls=tls_context(*self._tls_files))
+                self._stamps = stamps
         return Connection(*address, self.login, deadline, self._addresses, self._silence_s)
+
+
+def _stamps_of(paths: Sequence[str]) -> list[tuple[int, ...]]:
+    """Return values that change with the files' contents or links."""
+    stamps: list[tuple[int, ...]] = []
+    for path in filter(None, paths):
+        with contextlib.suppress(OSError):
+            status = os.stat(path)
+            stamps.append((status.st_mtime_ns, status.st_size, status.st_ino))
+    return stamps
