@@ -221,6 +221,19 @@ def test_a_cluster_node_by_node(cluster: Cluster) -> None:
         cluster.wait(cluster.is_ready)
 
 
+def test_bench_of_a_server_with_little_memory(tmp_path: Path) -> None:
+    """A round writes 64 blocks of 512 KiB."""
+    little = ("--maxmemory", "16mb", "--maxmemory-policy", "allkeys-lru")
+    with running(tmp_path, *little) as server:
+        line = one_line(
+            kvoffload("tier", "bench", f"{server.url}/ns", "--rounds", "1", "--block-bytes", "512KiB")
+        )
+    assert line.startswith(f"kvoffload: tier: '{server.url}/ns' cannot be used now: ")
+    assert line.endswith(
+        "; if the server has evicted them, give it more memory, or give a smaller --block-bytes"
+    )
+
+
 @pytest.mark.parametrize("kind", ["server", "cluster"])
 def test_bench(kind: str, request: pytest.FixtureRequest) -> None:
     place = request.getfixturevalue(kind)

@@ -222,6 +222,11 @@ def _speeds(options: TierOptions, block_bytes: int, rounds: int) -> Speeds:
     assert isinstance(tier, SharedTier)
     try:
         return measure_speeds(tier, rounds, _LONG_TIMEOUT_S)
+    except UnavailableError as error:
+        why = error.allowed
+        if why.endswith("blocks were lost"):
+            why += "; if the server has evicted them, give it more memory, or give a smaller --block-bytes"
+        raise UnavailableError("tier", options.place, why) from None
     finally:
         tier.close()
 
