@@ -236,6 +236,30 @@ def test_an_object_above_the_limit_of_a_tier_is_read_in_parts() -> None:
     assert read(store, [1], 5 * BLOCK) == [content(1, 5 * BLOCK)]
 
 
+def test_a_load_waits_for_room_in_a_tier() -> None:
+    tier = ScriptedTier(BLOCK, immediate=True)
+    store = store_of(tier)
+    assert write(store, [1, 2], BLOCK) == [True, True]
+    tier.read_limit, asked, loaded = 0, threading.Event(), list[bytes | None]()
+    tier.on_call = lambda method: asked.set() if method == "read_room" else None
+    reader = threading.Thread(target=lambda: loaded.extend(read(store, [1, 2], BLOCK)))
+    reader.start()
+    asked.wait()
+    tier.read_limit = 1
+    reader.join()
+    assert loaded == [content(1, BLOCK), content(2, BLOCK)]
+
+
+def test_a_load_without_room_ends_at_its_deadline() -> None:
+    tier = ScriptedTier(BLOCK, immediate=True)
+    store = store_of(tier)
+    write(store, [1], BLOCK)
+    tier.read_limit = 0
+    assert read(store_of(tier, deadline_s=0.01), [1], BLOCK) == [None]
+    tier.read_limit = 1
+    assert read(store, [1], BLOCK) == [content(1, BLOCK)]
+
+
 def test_too_large_an_object_is_a_miss(caplog: pytest.LogCaptureFixture) -> None:
     store = store_of(ScriptedTier(BLOCK, immediate=True), staging=4 * BLOCK)
     assert write(store, [1], 5 * BLOCK) == [False]

@@ -107,6 +107,7 @@ class _Batch:
         rows: rows of `pool`, one for each block.
         is_staged: True if `pool` is a staging buffer, False if it is the caller's memory.
         jobs: jobs in flight.
+        awaits_room: True if a tier has blocks for whose read it had no room.
     """
 
     objects: slice
@@ -118,6 +119,7 @@ class _Batch:
     rows: npt.NDArray[np.int64]
     is_staged: bool = True
     jobs: list[_Job] = field(default_factory=list)
+    awaits_room: bool = False
 
     @property
     def ok_objects(self) -> Mask:
@@ -453,7 +455,7 @@ class ObjectStore:
     def _begin_reads(self, batch: _Batch) -> None:
         """Start to read each missing block from the first untried tier that has the block."""
         with self._lock:
-            missing = ~batch.ok
+            missing, waiting = ~batch.ok, np.zeros(len(batch.ok), np.bool_)
             for job in batch.jobs:
                 missing[job.at] = False
             for lane, tier in enumerate(self.tiers):
@@ -461,17 +463,23 @@ class ObjectStore:
                 if not wanted.any():
                     continue
                 at = np.flatnonzero(wanted & tier.contains(batch.keys))
-                at = at[: tier.read_room(batch.keys.take(at))]  # the others after these
-                if not len(at):
+                room = tier.read_room(batch.keys.take(at))
+                waiting[at[room:]] = True
+                if not len(at := at[:room]):
                     continue
                 batch.tried[lane][at] = True
                 number = tier.submit_read(batch.keys.take(at), batch.pool, batch.rows[at])
                 if number != NO_JOB:
                     batch.jobs.append(self._begin(lane, number, at))
                     missing[at] = False
+            batch.awaits_room = bool((waiting & missing).any())
 
     def _end_load(self, batch: _Batch, memory: Extents, until: float) -> None:
-        while batch.jobs and self._end_jobs(batch, until):
+        while batch.jobs or batch.awaits_room:
+            if not (self._end_jobs(batch, until) if batch.jobs else self._may_wait(until)):
+                break
+            with self._lock:
+                self._poll()  # jobs of another call may have ended
             self._begin_reads(batch)
         if batch.is_staged:
             self._scatter(batch, memory, np.flatnonzero(batch.ok_objects))
