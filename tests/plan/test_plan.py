@@ -314,6 +314,9 @@ def test_ram_that_holds_no_block_is_not_recommended(tmp_path: Path) -> None:
     assert (answer.chosen.purchase, answer.chosen.ram_blocks) == (Purchase(2, 0), 1)
     assert all(row.ram_blocks for row in answer.rows if row.ram_modules)
     assert [of.holds_blocks(Purchase(modules, 0)) for modules in range(3)] == [True, False, True]
+    of_few = dataclasses.replace(of, scale=0.4)
+    assert [of_few.holds_blocks(Purchase(modules, 0)) for modules in range(3)] == [True, False, True]
+    assert of_few.steps(100)[0][0] == 2, "a timed replay has RAM of the real size"
     small = fleet(prices(ssd=Ssd(drive="400KiB", slots=4)))
     assert [small.holds_blocks(Purchase(1, drives)) for drives in range(4)] == [True, False, False, True]
 

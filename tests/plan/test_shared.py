@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm.shared.options import parse_options
 from kvoffload.plan.evidence import gather
 from kvoffload.plan.fleet import NOTHING, Fleet, Purchase
@@ -100,6 +101,18 @@ def test_servers_are_timed_with_all_engines(twice: str) -> None:
     assert "on the busiest of" not in text
     share = 100 * again / REQUESTS / 2
     assert f"it saves {share:.1f}% of the prefill in time" in text
+
+
+def test_room_for_the_requests_of_all_engines_is_checked_before_the_search(tmp_path: Path) -> None:
+    # Engine 1 gets the longest request. Engine 0 gets more blocks, so it is timed for rows without servers.
+    chains = [(2 * n, 2 * n + 1) for n in range(20)]
+    chains[1] = tuple(range(100, 112))
+    chains[2:20:2] = [tuple(range(200 + 10 * n, 204 + 10 * n)) for n in range(9)]
+    recording = written(tmp_path / "long.jsonl", chains)
+    of = two(machine=machine(), routing="round-robin")
+    why = r"kv-per-gpu: .* have \d+ blocks; the longest request and its answer need 13 blocks"
+    with pytest.raises(ConfigError, match=why):
+        planned(recording, of)
 
 
 def test_the_gain_of_too_expensive_servers_is_reported(twice: str) -> None:

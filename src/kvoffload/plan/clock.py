@@ -102,11 +102,8 @@ class Clock:
         self._trace = load(evidence.traces[self._busiest].source)
         self._whole = replace(fleet, scale=1.0)
         self._known: dict[tuple[Cell, bool], TimedOutcome] = {}
-        try:
-            check_room(self._trace, self._whole.device_blocks)
-        except ConfigError as error:
-            blocks = f"an engine's GPUs have {self._whole.device_blocks:,} blocks"
-            raise ConfigError("kv-per-gpu", fleet.kv_bytes_per_gpu, f"{blocks}; {error.allowed}") from None
+        for of_all in (False, True) if evidence.whole is not None else (False,):
+            self._check_room(self._trace_of(of_all))
 
     def can_time(self, row: PlanRow) -> bool:
         """Return True unless the row has shared RAM and the engines are on several hosts."""
@@ -183,6 +180,16 @@ class Clock:
             ssd_break_even_tokens=below if row.ssd_drives else None,
             server_break_even_tokens=below if row.servers else None,
         )
+
+    def _check_room(self, trace: Trace) -> None:
+        fleet, num_blocks = self._fleet, self._whole.device_blocks
+        try:
+            check_room(trace, num_blocks)
+        except ConfigError as error:
+            if fleet.gpu_blocks:
+                raise ConfigError("gpu-tokens", f"{num_blocks} blocks", error.allowed) from None
+            blocks = f"an engine's GPUs have {num_blocks:,} blocks"
+            raise ConfigError("kv-per-gpu", fleet.kv_bytes_per_gpu, f"{blocks}; {error.allowed}") from None
 
     def _trace_of(self, of_all: bool) -> Trace:
         """Return the requests of all engines if `of_all` is True, else of the busiest engine."""

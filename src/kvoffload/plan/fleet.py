@@ -156,13 +156,17 @@ class Fleet:
         return self.hosts * per_host + purchase.servers * self.prices.server.price
 
     def holds_blocks(self, purchase: Purchase) -> bool:
-        """Return True if each bought part holds a block: RAM and SSDs of each replica, and the servers."""
+        """Return True if each bought part holds a block: RAM and SSDs of each replica, and the servers.
+
+        A scale below 1 does not help, because timed replays do not divide sizes by the scale.
+        """
+        block = self.block_bytes * max(1.0, self.scale)
         bought = (
-            (purchase.modules, self.blocks(self.ram_bytes(purchase))),
-            (purchase.drives, self.blocks(self.ssd_bytes(purchase))),
-            (purchase.servers, self.server_blocks(purchase)),
+            (purchase.modules, self.ram_bytes(purchase), self.replicas * block),
+            (purchase.drives, self.ssd_bytes(purchase), self.replicas * block),
+            (purchase.servers, self.server_bytes(purchase), SERVER_BYTES_PER_BYTE * block),
         )
-        return all(num_blocks >= 1 for count, num_blocks in bought if count)
+        return all(num_bytes >= least_bytes for count, num_bytes, least_bytes in bought if count)
 
     def steps(self, footprint_blocks: int) -> tuple[list[int], list[int]]:
         """List the numbers of modules and the numbers of drives per host to try, each in doubling steps.
@@ -172,14 +176,16 @@ class Fleet:
         block per replica up to the host's slots, because more drives wear out later.
         """
         ram = [self.blocks(self.ram_bytes(Purchase(n, 0))) for n in range(self.prices.ram.slots + 1)]
-        ssd = [self.blocks(self.ssd_bytes(Purchase(0, n))) for n in range(self.prices.ssd.slots + 1)]
-        useful = [n for n in range(1, len(ram)) if ram[n] >= 1 and ram[n - 1] < footprint_blocks]
-        return _coarse(useful), [0, *_coarse([n for n in range(1, len(ssd)) if ssd[n] >= 1])]
+        modules = [n for n in range(1, len(ram)) if ram[n - 1] < footprint_blocks]
+        useful = [n for n in modules if self.holds_blocks(Purchase(n, 0))]
+        drives = [n for n in range(1, self.prices.ssd.slots + 1) if self.holds_blocks(Purchase(0, n))]
+        return _coarse(useful), [0, *_coarse(drives)]
 
     def server_steps(self, unique_blocks: int) -> list[int]:
         """List the numbers of servers to try, in doubling steps, up to the first that holds all blocks."""
         held = [self.server_blocks(Purchase(0, 0, n)) for n in range(self.prices.server.slots + 1)]
-        return _coarse([n for n in range(1, len(held)) if held[n] >= 1 and held[n - 1] < unique_blocks])
+        counts = [n for n in range(1, len(held)) if held[n - 1] < unique_blocks]
+        return _coarse([n for n in counts if self.holds_blocks(Purchase(0, 0, n))])
 
 
 def _coarse(counts: list[int]) -> list[int]:
