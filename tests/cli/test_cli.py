@@ -10,6 +10,7 @@ import errno
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -77,6 +78,28 @@ def test_the_exit_code_of_a_closed_pipe_is_141(monkeypatch: pytest.MonkeyPatch, 
         with pytest.raises(SystemExit) as end:
             main()
     assert end.value.code == 141
+
+
+def test_an_interrupt_in_a_callback_is_not_reported_as_another_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """During a compilation Python drops the interrupt, and numba finds that the compilation gave nothing."""
+
+    class Callback:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    def compiling(*_: object) -> None:
+        callback = Callback()
+        del callback  # raises the interrupt, which Python drops
+        raise RuntimeError("no compiled object yet")
+
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    monkeypatch.setattr("kvoffload.cli.pool.pools", compiling)
+    done = kvoffload("pool", "ls")
+    assert done.returncode == 130
+    assert done.stderr.endswith("kvoffload: interrupted\n")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_replay_prints_one_json_object(trace_file: Path) -> None:

@@ -6,7 +6,9 @@ import contextlib
 import errno
 import importlib
 import logging
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -101,9 +103,37 @@ def _plugins_reported() -> Iterator[None]:
         sys.exit(2)
 
 
+@contextlib.contextmanager
+def _interrupts_kept() -> Iterator[None]:
+    """Turn an exception that follows an interrupt into the interrupt.
+
+    Python drops an exception that is raised in a callback of C, such as LLVM's. After an interrupt there,
+    numba fails with another exception.
+    """
+    received = list[int]()
+
+    def handle(number: int, frame: object) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # ignored in background jobs
+    if not is_default or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    except Exception:
+        if received:
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def main() -> None:
     try:
-        with _plugins_reported():
+        with _interrupts_kept(), _plugins_reported():
             cli.main(standalone_mode=False)
     except click.ClickException as error:
         error.show()
