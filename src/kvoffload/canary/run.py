@@ -111,7 +111,7 @@ class CanaryReport(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class _Phase:
-    """Answers of one phase to all prompts. An answer is None if its phase does not apply to the prompt."""
+    """Answers of one phase, one for each prompt. None for a prompt to which the phase does not apply."""
 
     name: str
     answers: list[Answer | None]

@@ -254,9 +254,9 @@ def _answer(reply: Any, prompt: Prompt) -> Answer:
 
 
 def _number(logprob: object) -> float:
-    """Return a log-probability. Null is a probability of 0, because JSON has no infinity.
+    """Return a log-probability. Converts null to ``-inf``, because JSON has no infinity.
 
-    Raises `TypeError` for anything else but a number.
+    Raises `TypeError` if the value is neither null nor a number.
     """
     if logprob is None:
         return -math.inf
