@@ -24,7 +24,7 @@ _PROMPTS = (
     "as recorded; the last token is always computed",
     "end with their last full block, which is always computed",
 )
-"""Notes on the lengths of prompts. First: the trace has exact lengths. Second: it has only whole blocks."""
+"""Two notes on the lengths of prompts: for traces with exact lengths, and for traces of whole blocks."""
 
 
 def table(report: TimedReport) -> RenderableType:

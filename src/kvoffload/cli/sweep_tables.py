@@ -26,8 +26,8 @@ _OF_A_COLUMN, _OF_A_TABLE = 3, 1
 
 
 class _Cell(NamedTuple):
-    """Texts for one configuration at one capacity: hits, writes, and the closed share of the gap from LRU to
-    the optimum."""
+    """Texts for one configuration at one capacity: hits, writes, and the share of the gap between LRU and the
+    optimum that the configuration closes."""
 
     hits: str = ""
     writes: str = ""
@@ -40,7 +40,7 @@ _Line = dict[str, _Cell]
 
 
 class _Several(NamedTuple):
-    """Flags: True for an axis with several values. The label of each line then names the line's value."""
+    """Flags: True for each axis with several values. The labels of lines name the values on these axes."""
 
     stores: bool
     tiers: bool
