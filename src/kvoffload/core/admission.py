@@ -58,8 +58,8 @@ class Admission(ABC):
     def refresh(self, keys: Keys) -> None:  # noqa: B027  (most rules have nothing to order)
         """Reorder the remembered keys of a finished request: the head of the path becomes the most recent.
 
-        Called only if `count` received the path `keys` in parts. A rule that forgets old keys would then
-        forget the head of the path first, although a tail is useless without its head.
+        Called only if the path `keys` was passed to `count` in several parts. A rule that forgets old keys
+        would then forget the head of the path first, although a tail is useless without its head.
         """
 
     @abstractmethod

@@ -17,9 +17,9 @@ from kvoffload.structures.structs import Struct
 
 
 class Call(IntEnum):
-    """Kinds of records, stored in the first word. Kinds after `RESET` do not count as calls.
+    """The kind of a record, which is part of the record's first word. Kinds after `RESET` are not calls.
 
-    The text below a kind describes the kind, or the further words of its record.
+    The text below a kind explains the kind, or lists what a record of the kind contains.
     """
 
     EXTEND = 1

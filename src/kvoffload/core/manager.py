@@ -489,8 +489,8 @@ class OffloadingManager:
 
         Rules for a store; the policy chooses among the permitted victims:
 
-        - Blocks of another tenant are permitted victims if every choice of the policy leaves that tenant its
-          minimum.
+        - Blocks of another tenant are permitted victims if that tenant keeps its minimum even when every
+          victim is its block.
         - While a tenant is below its minimum, its stores evict blocks of other tenants first, and the policy
           must accept all its new blocks.
         - While a tenant is at its maximum, its stores evict only its own blocks, even while slots are free.

@@ -40,7 +40,7 @@ _EVENT = 15
 class MissRecord(Struct):
     """A set-associative table of the last events of absent blocks, with about two entries for each slot.
 
-    An entry consists of 28 bits of the key's hash and the event. The newest entry of a set comes first. In a
+    An entry consists of an event and 28 bits of the key's hash. The newest entry of a set comes first. In a
     full set a new entry replaces the oldest entry. On average an entry is replaced after `num_entries` new
     entries.
 

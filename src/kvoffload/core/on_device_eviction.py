@@ -32,7 +32,7 @@ class OnDeviceEviction(OnCompute):
     follows_device = True
 
     def used(self, slots: SlotArray, reused: BoolArray) -> None:
-        """Remove new duplicates from the order of a policy written in Python."""
+        """Remove blocks that have just become duplicates from the order of a policy in Python."""
         self.policy.remove(slots)
 
     def admit(self, rule: Admission, fresh: U64Matrix, rows: SlotArray) -> int:

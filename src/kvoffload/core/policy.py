@@ -72,10 +72,10 @@ class EvictionPolicy(ABC):
         A policy that orders by recency must process the blocks from last to first. Then the first block of a
         prefix is the most recent, and the last block is evicted first.
 
-        A victim tier calls `access` when the device has dropped blocks: after `replace`, with all blocks of
-        the offer. Then `reused` is True for blocks that were used again while the device held them. It is
-        False for all blocks if the policy observes all traffic, or if `counts_uses` is False. The tier omits
-        the call if no block was reused and the offer has only kept blocks or only stored blocks.
+        A victim tier calls `access` after `replace`, with all blocks of an offer: blocks that the device has
+        dropped. Here `reused` is True for blocks that were used again while the device held them. It is False
+        for all blocks if the policy observes all traffic, or if `counts_uses` is False. The tier omits the
+        call if no block was reused, and the blocks of the offer were either all kept or all stored.
 
         Args:
             slots: shape ``(n,)``, int32.

@@ -24,8 +24,8 @@ from kvoffload.structures.structs import Struct
 LEFT, NEW = 0, 1
 """Values of `Taken.where`: not taken, and taken."""
 _VISITS = 16
-"""Number of visits that a reader may spend for each requested block. Passing a block of a list costs 1 visit.
-Taking a block from a heap costs `_VISITS` visits. Reaching the end of a list costs `_VISITS` visits, too."""
+"""Budget of a reader for each requested block, in visits. Passing a block of a list costs 1 visit. Taking a
+block from a heap, or reaching the end of a list, costs `_VISITS` visits."""
 _COPY_VISITS = _VISITS // 2
 """Cost to copy one rank of a heap, in visits."""
 _NO_CURSOR = -1

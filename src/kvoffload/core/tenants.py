@@ -324,7 +324,7 @@ def room_of_store(tenants: Tenants, owner: int, wanted: int, num_free: int, marg
 
     1. tenants that no longer exist
     2. other tenants above their minimum, if `owner` stays within its own minimum
-    3. `owner` and all other tenants above their minimum
+    3. `owner`, whatever its minimum, and other tenants above their minimum
 
     If the store would exceed the maximum of `owner`, there are two ways: evict only blocks of `owner`, or
     grow to the maximum and evict blocks of other tenants, too. The function chooses the way with more room.

@@ -16,8 +16,8 @@ from kvoffload.structures.index import ABSENT, hash_row, home_bucket
 from kvoffload.structures.jit import I64Array, ReadU64Matrix, inline, kernel, prefetch
 
 _PROBES, _SAMPLED_AFTER, _STRIDE = 32, 32, 8
-"""`count_misses` prefetches for `_PROBES` blocks at a time. After `_SAMPLED_AFTER` blocks with one reason, it
-looks up every `_STRIDE`-th block."""
+"""`_PROBES`: number of blocks that `count_misses` prefetches together. After `_SAMPLED_AFTER` blocks with one
+reason, `count_misses` looks up only every `_STRIDE`-th block."""
 
 
 @inline

@@ -1,7 +1,7 @@
 """First half of a store: the missing blocks of an offer, and the number of blocks to store.
 
-Owns the choice of the blocks that enter if neither a rule nor the policy objects. Does not know victims.
-Changes no block.
+Owns the choice of the blocks to store. An admission rule or the policy may refuse some of them. Does not know
+victims. Changes no block.
 """
 
 from __future__ import annotations
