@@ -158,8 +158,8 @@ class Explanation(Report, frozen=True, kw_only=True):
         reasons: number of missing blocks with each reason. The sum is `misses`.
         meanings: meaning of each reason that occurs.
         capacities: hits with each larger capacity, in ascending order; null if no larger capacity was tried.
-        seen_before: for misses of blocks that were not admitted, a mapping: number of earlier requests with
-            the block (as text) -> number of misses.
+        seen_before: for misses of blocks that were not admitted: mapping from the number of earlier requests
+            with the block, as text, to the number of misses.
         differing: places at which prompts differ, in descending order of `equal_tokens`, then `blocks`.
         num_differing: number of all places at which prompts differ.
         equal_tokens: sum of `Differing.equal_tokens` of all places; null without token ids.

@@ -144,7 +144,7 @@ def _compared(
     nearest: npt.NDArray[np.int64],
     continues: npt.NDArray[np.bool_],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_], dict[int, Difference]]:
-    """Choose the nearest prompts by their tokens, and find the difference from each."""
+    """Compare prompts by their tokens. Returns the new `nearest` and `continues`, and the differences."""
     nearest, continues, differences = nearest.copy(), continues.copy(), dict[int, Difference]()
     latest = _Continuations(trace.unique_blocks)
     offsets = trace.offsets.tolist()
@@ -204,7 +204,7 @@ def _best(
     count: int,
     siblings: Sequence[tuple[int, int]],
 ) -> tuple[int, Difference | None] | None:
-    """Return the request of `siblings` with the most equal tokens, and its first difference from this prompt.
+    """Return the request in `siblings` with the most equal tokens, and the prompts' first difference.
 
     The difference is None if the prompts differ only in `cache_salt` and length. The result is None if
     `count` is 0 and less than a block of tokens is equal.
@@ -261,9 +261,9 @@ def _difference(
 
 
 def _equal_rest(new: Tokens, earlier: Tokens) -> tuple[int, int, int]:
-    """Find the longest passage of equal tokens at the most frequent shift between equal passages.
+    """Find the longest equal passage at one shift: the most frequent shift between equal short passages.
 
-    Returns the passage's start in `new`, length and shift, or three zeros if there is no equal passage.
+    Returns the passage's start in `new`, its length, and the shift; three zeros if no passage is equal.
     """
     if min(len(new), len(earlier)) < _WINDOW:
         return 0, 0, 0
