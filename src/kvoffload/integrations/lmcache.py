@@ -161,7 +161,7 @@ class KVOffloadAdapter(L2AdapterInterface):
         return self._submit(self._loads, nothing, lambda: self._load(keys, objects))
 
     def query_load_result(self, task_id: int) -> Any:
-        """Return the bitmap of loaded objects, once after the end of the task; otherwise None."""
+        """Return the bitmap of the loaded objects in the first call after the task's end, otherwise None."""
         with self._lock:
             return self._loads.ended.pop(task_id, None)
 

@@ -107,7 +107,7 @@ class _Batch:
         rows: rows of `pool`, one for each block.
         is_staged: True if `pool` is a staging buffer, False if it is the caller's memory.
         jobs: jobs in flight.
-        awaits_room: True if a tier has blocks for whose read it had no room.
+        awaits_room: True if blocks were not requested because their tier had no room for reads.
     """
 
     objects: slice
@@ -138,7 +138,7 @@ class ObjectStore:
 
     **Copies.** A load reads into staging memory, then copies sound objects to the caller's addresses. So a
     job that is late cannot write to memory that the caller has reused. A store first copies objects into
-    staging memory. With zero copy the tiers use the caller's memory directly. This needs extents of
+    staging memory. With zero copy the tiers use the caller's memory directly; each extent must then have
     `block_bytes` bytes.
 
     Args:

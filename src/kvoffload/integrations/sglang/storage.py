@@ -225,7 +225,7 @@ class KVOffloadStorage(HiCacheStorage):
     def batch_set(
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
-        """Write pages from flat tensors of the size of a page. Returns True if no page needs a retry."""
+        """Write one page from each flat tensor. Returns True if no page needs a retry."""
         tensors = [value.contiguous() for value in values or []]
         page_bytes = self._pages[PoolName.KV.value].page_bytes
         if len(tensors) != len(keys) or any(t.numel() * t.element_size() != page_bytes for t in tensors):

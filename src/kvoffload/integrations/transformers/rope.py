@@ -122,7 +122,7 @@ class _Call(NamedTuple):
         return type(value) is int and value in self.lengths
 
     def in_sequence(self, length: int) -> Outcome:
-        """Repeat the call with the last token at position ``length - 1``; compare all other results."""
+        """Call again with the last token at position ``length - 1``; compare the results for other tokens."""
 
         def longer(value: Any) -> Any:
             if isinstance(value, torch.Tensor) and not value.is_floating_point() and value.numel() > 1:

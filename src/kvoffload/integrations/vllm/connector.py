@@ -132,7 +132,7 @@ class KVOffloadConnector(OffloadingConnector):
 
 
 def _with_spec(vllm_config: Any) -> dict[str, Any]:
-    """Return `kv_connector_extra_config`. If the user names no specification, set ours in it."""
+    """Return `kv_connector_extra_config`. Adds our specification to it if the user names none."""
     extra_config: dict[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config
     extra_config.setdefault("spec_name", "KVOffloadSpec")
     extra_config.setdefault("spec_module_path", "kvoffload.integrations.vllm")

@@ -62,8 +62,8 @@ class Request:
     def may_run(self, step: int) -> bool:
         """Return True if the request may have begun before this step and may still run.
 
-        vLLM does not report when a preempted request resumes. If the GPU's cache holds the prompt, it resumes
-        without a lookup.
+        vLLM does not report when a preempted request resumes. If the GPU's cache holds the prompt, the
+        request resumes without a lookup.
         """
         if self.begun_step is not None:
             return self.begun_step < step

@@ -422,7 +422,7 @@ class KVOffloadManager(OffloadingManager):
         return num_ready, wait
 
     def _record_of_miss(self, req_context: Any) -> LookupRecord:
-        """Return the lookup record of a request that may not use the cache, with the reason."""
+        """Return the lookup record of a request that may not use the cache. Sets the reason in the record."""
         record = self._misses.record_of(self._step, req_context)
         record.reason = PAUSED if self.broken else KEPT_OUT
         return record

@@ -25,7 +25,7 @@ _AT_ONCE_BYTES = 16 * 2**20
 
 
 class Auditor:
-    """Compares one worker's part of stored blocks with the engine's blocks. Results go to the pool.
+    """Compares one worker's part of the slots with the engine's blocks. Writes the results to the pool.
 
     Args:
         value_types: for each KV group, the name of the torch dtype of its values. None if the values have

@@ -36,7 +36,7 @@ class Move(NamedTuple):
 
     Attributes:
         group: number of the KV group.
-        inner: number of the block in its chunk.
+        inner: position in the chunk, equal for all these blocks.
         blocks: rows of the engine's tensors.
         slots: the slot of each block.
     """
@@ -48,7 +48,7 @@ class Move(NamedTuple):
 
 
 class Layout:
-    """The offsets of all tensors in a part of a slot.
+    """The offset of each tensor in the part of a slot that one worker writes.
 
     A slot holds a chunk of one KV group, and uses only the tensors with the group's layers. So two tensors
     may have the same offset if no group uses both. A slot of a hybrid model is as large as its largest group.
@@ -96,8 +96,8 @@ class Layout:
 
         Args:
             engine: vLLM's ``GPULoadStoreSpec``: the blocks of all groups in order, and for each group the
-                number of blocks and the index of its first block in the request. A transfer may begin in
-                the middle of a chunk.
+                number of blocks and the index, in the request, of the group's first block. A transfer may
+                begin in the middle of a chunk.
             slots: the slots of the chunks of all groups, in the same order.
 
         Raises `ValueError` if the numbers of blocks and slots do not match, or a slot is negative.

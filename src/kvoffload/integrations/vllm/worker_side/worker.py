@@ -154,7 +154,7 @@ class KVOffloadWorker(OffloadingWorker):
                 self._drop(job)
 
     def _wait_for_audit(self, job: _Job) -> None:
-        """Wait for the audit. If fences come late, discard its result: the engine may have changed blocks."""
+        """Wait for the audit. Discard its findings if fences come late: blocks may have changed."""
         if job.auditing is not None and not job.auditing.done():
             job.auditing.exception()
             if self.fences_come_late:
