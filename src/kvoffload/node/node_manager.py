@@ -97,8 +97,8 @@ class NodeManager(OffloadingManager):
     0.5 to 1.5 us for up to 64 blocks, and up to 3 us for 1,024 blocks.
 
     Raises:
-        ConfigError: the policy is not compiled, the shares of the running engines exceed the pool, or
-            `store` demands a victim tier, which follows a single device.
+        ConfigError: the policy is not compiled, the shares of the running engines exceed the pool, or `store`
+            is not ``on-compute`` (a victim tier belongs to one device).
         UnavailableError: ``/dev/shm`` is full, the pool has another version, or a process is stopped inside a
             call.
     """

@@ -179,7 +179,7 @@ class PoolDirectory:
     def begin_manager(self) -> None:
         """Record that this process has the engine's manager.
 
-        The caller must hold `locked`. Raises: `ConfigError` if a process of this engine has or had a manager.
+        The caller must hold `locked`. Raises: `ConfigError` if the engine has or had a manager.
         """
         if self._record(self.number)[_HAS_MANAGER]:
             why = "an engine with this id, or its workers, runs; allowed: a different id for each engine"
