@@ -74,7 +74,7 @@ def assumptions(findings: Findings) -> list[Assumption]:
 
 
 def _of_servers(fleet: Fleet, *, are_searched: bool) -> list[Assumption]:
-    """List the assumptions about servers, or the reason why servers for sale were not searched."""
+    """List the assumptions about servers. If servers for sale were not searched, list the reason instead."""
     if are_searched:
         source = "policy and overhead of Valkey, measured; engines find each other's blocks at once"
         return [Assumption("servers", f"lru, {SERVER_BYTES_PER_BYTE:g} bytes for a byte of blocks", source)]

@@ -82,7 +82,7 @@ def unlimited_cell(row: PlanRow) -> Cell:
 
 
 class _Limits(NamedTuple):
-    """Savings within a write budget, as shares of the prefill; see `Endurance`."""
+    """The fields `bound`, `ram_alone` and `oracle` of `Endurance`: savings as shares of the prefill."""
 
     bound: float
     ram_alone: float

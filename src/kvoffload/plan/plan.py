@@ -249,7 +249,7 @@ class Plan:
         return fleet, replace(gather(self._source, fleet, **options), busy=evidence.busy)
 
     def space(self, evidence: Evidence, fleet: Fleet) -> Space:
-        """Create the space of the search. Raises `ConfigError` if all RAM for sale holds no block."""
+        """Create the space of the search. Raises `ConfigError` if no RAM for sale holds any block."""
         target = self.target
         modules, drives = fleet.steps(evidence.footprint_blocks)
         if not modules:

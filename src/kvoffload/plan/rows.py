@@ -95,7 +95,7 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
         why_not: the exceeded limits as sentences.
         exceeds: short names of the exceeded limits: ``SSD wear, budget``.
         ttft_p90_s: 90th percentile of the time to first token; null if it was not simulated.
-        one_in: the row was measured on one session in this many; 1 means all sessions.
+        one_in: the row was measured on ``1 / one_in`` of the sessions.
     """
 
     ram_modules: int
@@ -244,7 +244,7 @@ class Cell:
 
 
 def nothing(fleet: Fleet, evidence: Evidence) -> Measured:
-    """Create the row without a purchase, in which only the GPUs cache."""
+    """Create the row without a purchase: no caches but the GPUs' own."""
     return _measured(Cell(NOTHING, Setup("", "", "")), [], fleet, evidence, evidence.device_hits)
 
 

@@ -37,8 +37,8 @@ class TierAxis:
         axis: field of `Purchase` with the number of drives or servers.
         counts: numbers of drives or servers to try, ascending, without 0.
         setups: setups of RAM with this kind of tier behind it.
-        within_rating: function from a setup that exceeds the rated writes of the SSDs to setups with a write
-            budget, which replace it.
+        within_rating: returns the setups with a write budget that replace a given setup, which exceeds the
+            rated writes of the SSDs.
     """
 
     axis: Literal["drives", "servers"]
@@ -81,7 +81,7 @@ class Space:
 
     @property
     def purchases(self) -> list[Purchase]:
-        """Coarse purchases. They are measured before the search looks near the answer."""
+        """Purchases of a coarse grid. The search measures them, then bisects near the answer."""
         alone = [Purchase(0, 0), *(axis.with_ram(0, n) for axis in self.tiers for n in axis.counts)]
         steps = [purchase._replace(modules=modules) for modules in self.modules for purchase in alone]
         return [purchase for purchase in dict.fromkeys((*steps, *self.edge)) if self.allowed(purchase)]
@@ -336,7 +336,7 @@ def _are_equal(rows: dict[Cell, Measured], setup: Setup, other: Setup) -> bool:
 def _extreme_writer(rows: dict[Cell, Measured], extreme: Callable[..., Setup]) -> list[Setup]:
     """Return a list with the setup that writes least (`extreme` is `min`) or most (`max`) to RAM.
 
-    This setup also writes least or most to the tiers behind RAM. The list is empty if `rows` is empty.
+    The same setup writes least or most to the tiers behind RAM. The list is empty if `rows` is empty.
     """
     written: dict[Setup, float] = {}
     for cell, measured in rows.items():

@@ -187,10 +187,10 @@ def other_ram(rows: Sequence[Measured], chosen: Measured) -> Measured | None:
 
 
 def choose(rows: Sequence[Measured], needed: float | None, difference: Difference) -> Choice:
-    """Choose the cheapest purchase that saves the share `needed`, or the one that saves most if none does.
+    """Choose the cheapest purchase that saves the share `needed`; if none does, the one that saves most.
 
-    If `needed` is None, choose the cheapest purchase whose gain over the GPUs alone is at least `ENOUGH`
-    times the largest gain, or whose savings do not differ significantly from the largest savings.
+    If `needed` is None, choose the cheapest purchase that passes one of two tests: its gain over the GPUs
+    alone is at least `ENOUGH` times the largest gain, or its savings are not significantly below the largest.
 
     Args:
         rows: measured rows, including the row without a purchase.

@@ -403,7 +403,7 @@ def _same_purchase(measured: Measured, rival: Measured | None) -> bool:
 
 
 def _sharing(findings: Findings, rival: Measured) -> str:
-    """Compare a choice that has servers with a rival without servers, or vice versa."""
+    """Compare the choice with a rival. Either the choice or the rival has servers."""
     chosen = findings.choice.chosen
     points = 100 * (rival.row.saved - chosen.row.saved)
     lead = findings.difference(rival, chosen) if points > 0 else findings.difference(chosen, rival)
@@ -435,7 +435,7 @@ def _pooling(findings: Findings) -> list[str]:
 
 
 def _larger(findings: Findings, rival: Measured | None) -> list[str]:
-    """Describe the next larger purchase, unless it is that of `rival`, and the purchase that saves most."""
+    """Describe the purchase that saves most and, unless it equals `rival`, the next larger purchase."""
     choice, currency = findings.choice, findings.currency
     larger, chosen = choice.larger, choice.chosen
     if larger is None:
