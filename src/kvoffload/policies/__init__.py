@@ -1,1 +1,1 @@
-"""Eviction policies, one file each. Their contract is `core.policy`."""
+"""Eviction policies, a module for each. The contract is `core.policy`."""

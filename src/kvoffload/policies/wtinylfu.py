@@ -75,8 +75,8 @@ class WTinyLFU(CompiledPolicy):
     - A request may be longer than the window, so that no block of the window is evictable. Then a block of
       the main cache is evicted without a duel, and the window grows beyond its share. Later blocks of the
       window duel as usual.
-    - While the main cache is below its share, it may grow by one block for each new block: the first block of
-      the window that wins a duel enters without an eviction. Then the window's next block duels.
+    - While the main cache is below its share, it may grow by one block for each new block. The block that
+      then wins a duel first enters the main cache without an eviction, and the window's next block duels.
     - While the window is smaller than its share, as after discards, a block of the main cache is evicted
       without a duel.
     - If the window or the main cache is fully protected, the other provides the victim. The main cache

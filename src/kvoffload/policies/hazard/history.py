@@ -154,7 +154,7 @@ def begin_path(history: History, path: U64Matrix, start: int, label: int, now: i
 def use_key(history: History, path: U64Matrix, row: int, h: np.uint64, now: int) -> int:
     """Record a use of the block ``path[row]`` with hash `h`.
 
-    Returns the position of the block's key; ABSENT for rows from `end` on.
+    Returns the position of the block's key, or ABSENT for rows from ``history.end`` on.
     """
     if row >= history.end:
         return np.int64(ABSENT)

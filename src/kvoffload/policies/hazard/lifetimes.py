@@ -29,7 +29,7 @@ _ALL, _GROUP, _PARENT = 0, 2, 4
 
 
 class Lives(Struct):
-    """The open lives of sampled keys.
+    """The lives of sampled keys that have not ended.
 
     A life begins at a use of a key, or at the end of a request that used the key. It ends at the next use.
 
@@ -280,7 +280,7 @@ def live_after(
 
 @inline
 def stop(lifetimes: Lifetimes, path: U64Matrix, row: int, h: np.uint64, now: int) -> None:
-    """Stop both lives of the block ``path[row]``, because a waiting request expects the block."""
+    """Stop the lives of ``path[row]`` in `begun` and `ended`, because a waiting request expects the block."""
     if h & np.uint64(lifetimes.sampled_one_in - 1):
         return
     _stop(lifetimes, lifetimes.begun, path, row, h, now)

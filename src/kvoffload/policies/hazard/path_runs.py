@@ -65,7 +65,7 @@ def new_run(order: PathRuns) -> int:
 
 @inline
 def join(order: PathRuns, run: int, position: int) -> None:
-    """Add `position` at the head of the list and of `run`. The run must be empty or the first of the list."""
+    """Add `position` at the head of the list, and to `run`, which must be empty or the list's first run."""
     runs = order.runs
     push_head(order.order.links, order.order.num_positions, position)
     if runs[run, LENGTH] == 0:

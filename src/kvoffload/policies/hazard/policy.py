@@ -67,7 +67,7 @@ RECENT, RECENT_TURNS = 100_000, 4
 is longer.
 """
 CREDIT = 0.01
-"""Lower limit of `ShadowLRU.lead`: ``-CREDIT * State.recent``. Old gains over LRU thus excuse few losses."""
+"""Lower limit of `ShadowLRU.lead`: ``-CREDIT * State.recent``. So old gains over LRU offset few losses."""
 VICTIM_TURNS = 4
 """Minimum warm-up of a victim tier, in references, divided by ``warm_up * capacity``.
 
@@ -445,7 +445,7 @@ def _propose(own: State, block_class: int, slot: int) -> None:
 
 @inline
 def _find_candidate(own: State, cache: Cache, path: Path, block_class: int, slot: int) -> None:
-    """Set the candidate of a class to its coldest evictable block, from `slot` on towards the head."""
+    """Set a class's candidate: the coldest evictable block of the class between `slot` and the head."""
     sentinel = own.lists.num_positions + block_class
     _propose(own, block_class, coldest_evictable(cache, path, own.lists.links, slot, sentinel))
 
