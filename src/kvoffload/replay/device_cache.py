@@ -27,8 +27,7 @@ class DeviceRun:
         served: for each request, the number of leading blocks that the device of its engine served.
         dropped: for each drop of a block, in order, the index in `Trace.refs` of the block's last use before
             the drop. A block that never entered because there was no room also counts as dropped.
-        offsets: start in `dropped` of the drops that each request caused, shape ``(requests + 1,)``. Request
-            `i` caused the drops ``dropped[offsets[i]:offsets[i + 1]]``.
+        offsets: shape ``(requests + 1,)``. Request `i` caused ``dropped[offsets[i]:offsets[i + 1]]``.
     """
 
     served: _Int64s
@@ -43,9 +42,9 @@ class DeviceRun:
 def run_device(trace: Trace, device_blocks: int) -> DeviceRun:
     """Run an LRU device cache of `device_blocks` blocks. The number may be 0.
 
-    A request hits its leading run of resident blocks. Then its missing blocks enter, the head first, until
-    the device is full of blocks of this request. Finally all blocks of the request become the most recent
-    blocks, with the head as the most recent of all. A block therefore leaves before its parent.
+    The device serves the leading resident blocks of a request. Then the missing blocks enter, the head first,
+    until the device is full of blocks of this request. Finally all blocks of the request become the most
+    recent blocks, with the head as the most recent of all. A block therefore leaves before its parent.
 
     Cost: O(1) per reference. Memory: 20 bytes per unique block, 8 bytes per reference.
     """

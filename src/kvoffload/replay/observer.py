@@ -166,7 +166,7 @@ class Watch:
                 self.decided(request, decision, self._codes(event.keys))
 
     def offered(self, codes: Codes) -> None:
-        """Record blocks that may have been offered to the tiers, for `settled`."""
+        """Record blocks that may have been offered to the tiers. `settled` reports these blocks."""
         self._offered.append(codes)
 
     def settled(self) -> None:

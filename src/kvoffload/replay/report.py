@@ -70,7 +70,7 @@ class TierReport(msgspec.Struct, frozen=True, kw_only=True):
 class TenantReport(HeldBlocks, frozen=True, kw_only=True):
     """Counters of a tenant with a quota of RAM.
 
-    The quota holds for each instance. The tenant ``other`` stands for the requests of all other tenants.
+    Each instance has the same quota. The tenant ``other`` stands for the requests of all other tenants.
 
     Attributes:
         block_refs: block references of the tenant's requests.

@@ -87,7 +87,7 @@ def oracle_within_writes(trace: Trace, hits_per_request: npt.NDArray[np.int32], 
 
 @dataclass(frozen=True)
 class _Uses:
-    """The uses that the device does not serve. The first use of each block is left out.
+    """The uses that RAM or a tier may serve: no first use of a block, and no use that the device serves.
 
     Attributes:
         blocks: for each use, the code of the block.
