@@ -36,7 +36,7 @@ class MachineClass:
 
 
 _PCIE4, _PCIE5 = ("PCIe 4.0 x16", 31.5e9), ("PCIe 5.0 x16", 63.0e9)
-"""Name, and bandwidth of 16 lanes in one direction.
+"""Name of a link of 16 lanes, and the bandwidth of one direction in bytes per second.
 
 Source: PCI-SIG, 16 and 32 GT/s per lane, 128b/130b encoding.
 """

@@ -42,7 +42,7 @@ class NoOffload:
         return None
 
     def lookup(self, request: int, ctx: RequestContext | None, first: int, end: int) -> int | None:
-        """Return the number of consecutive blocks from `first` on, and before `end`, that can be loaded.
+        """Return the number of consecutive blocks that can be loaded, from `first` to `end` - 1 at most.
 
         Returns None if the number is not known yet. The caller must then look up again later.
         """

@@ -20,7 +20,7 @@ from kvoffload.simulate.report import (
 from kvoffload.traces.trace import Trace
 
 _OF_ENGINES = 2
-"""Number of links that engines with shared RAM do not share: load and store. They come first in a report."""
+"""Number of links per engine even with shared RAM: ``load``, ``store``. They come first in reports."""
 
 
 def outcome_of(

@@ -17,8 +17,8 @@ class Lease:
 
     Attributes:
         known: codes of the computed blocks, in prefix order.
-        copies: the codes in `known` of second copies: when the request computed the block, another block had
-            the same contents already.
+        copies: codes of the second copies in `known`. A computed block is a second copy if another block
+            already had the same contents.
         num_blank: number of held blocks that `DevicePool.find` does not find: blocks not computed yet, blocks
             of the answer, and second copies.
         num_reserved: number of blocks reserved for later.
