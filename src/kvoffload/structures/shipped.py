@@ -26,7 +26,7 @@ from numba.core import caching, compiler, serialize
 from kvoffload.structures.kernel_cache import COMPILING
 
 BASELINE = "x86-64-v3"
-"""Processors of shipped kernels: every x86 server with AVX2 (x86-64 psABI, section 3.1.1)."""
+"""Oldest processor that runs the shipped kernels: any x86-64 server with AVX2 (psABI, section 3.1.1)."""
 _FEATURES = (
     *("sse3", "ssse3", "sse4.1", "sse4.2", "cx16", "popcnt", "sahf"),
     *("avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe", "xsave"),

@@ -20,14 +20,14 @@ SAMPLE_PER_KEY = 10
 
 
 class FrequencySketch(Struct):
-    """Counts references to keys, up to 15. Until counts age, an estimate is never too low.
+    """Counts at most 15 references to each key. Until the first halving, no estimate is too low.
 
     An estimate covers about the last `sample` references. All counts are halved after `sample` references,
     and then after every `sample` / 2. The halving is spread over the following references: each halves the
     counts in one cache line, so that no call pays for the whole table.
 
     All four counters of a key are in one cache line, so a key costs one cache miss. A reference increments
-    only the counters that equal the estimate (conservative update), which reduces overestimates. The paper's
+    only the counters that equal the estimate (conservative update), which reduces overestimates. TinyLFU's
     doorkeeper (a Bloom filter for first uses) is left out: it would need more memory than the counters, and
     collisions cost little. With four times as many counters, the hit ratio of W-TinyLFU is only 0.4 to 0.6
     points higher (a recorded chat, caches of 5,000 and 10,000 blocks).

@@ -144,7 +144,7 @@ class Struct:
                 self._words[field.at] = old_words[field.at]
 
     def _refer(self, name: str, part: Any, here: int) -> None:
-        """Write the place of an array or a nested struct to its words. `here`: the address of this struct."""
+        """Write the place of an array or a nested struct to the field's words. `here`: address of `self`."""
         at = self.fields[name].at
         self._words[at] = (part.address if isinstance(part, Struct) else part.ctypes.data) - here
         for dimension in range(self.fields[name].ndim):
