@@ -140,7 +140,7 @@ class Resamples:
         return self.ratio(hits - baseline)
 
     def _correlation(self, sums: Sums) -> float:
-        """Compute the correlation between neighbouring windows of their deviations from the mean ratio."""
+        """Compute the autocorrelation, at lag 1, of the windows' deviations from the mean ratio."""
         surplus = sums - self._window_refs * (sums.sum() / self._window_refs.sum())
         spread = float((surplus * surplus).sum())
         return float((surplus[1:] * surplus[:-1]).sum()) / spread if spread > 0 else 0.0

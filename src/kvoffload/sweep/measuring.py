@@ -29,7 +29,7 @@ from kvoffload.sweep.workers import LocalWorkers, Workers
 _FORMAT = 2
 """Version of the format of a measurement in the journal. An entry with another version is not used."""
 _TIER_WORK = 2
-"""Time that each tier behind RAM adds to a replay, relative to the time with RAM alone."""
+"""Time that each tier behind RAM adds to a replay, as a multiple of the time that RAM alone takes."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Measuring:
 
     Args:
         traces: traces, indexed by `Point.trace`.
-        journal: journal of measurements. None: they are cached in memory only.
+        journal: journal of measurements; None to cache measurements in memory only.
 
     Attributes:
         progress: progress of the last call of `measure`, also after an interruption.
