@@ -220,8 +220,8 @@ class PolicyConformance:
     def test_it_is_told_of_blocks_that_return(self) -> None:
         """Check the `reused` flags that a policy of a victim tier gets in `access`.
 
-        When the device drops a block, the flag is True if another request has used the block since it was
-        computed. If the policy's `needs_returns` is False, every flag is False.
+        When the device drops a block, the flag is True if requests used the block again while the device held
+        it. If the policy's `needs_returns` is False, every flag is False.
         """
         policy_class = POLICIES.find(self.policy)
         accesses: list[tuple[bytes, bool]] = []

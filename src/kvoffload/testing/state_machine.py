@@ -402,7 +402,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return path.index(missing[0]) > path.index(request.cut)
 
     def _check_prefix(self, plan: StorePlan, missing: list[bytes], room: int, num_given: int) -> None:
-        """Check that a plan stores as many leading missing blocks as are admitted and have room."""
+        """Check that a plan stores the head of the missing blocks: all blocks that are admitted and fit."""
         stored = len(plan.keys)
         assert plan.keys == missing[:stored], "not the head of the missing blocks"
         assert stored + plan.num_dropped + plan.num_refused == len(missing), (
@@ -502,7 +502,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return True
 
     def _end_wait(self, ctx: RequestContext) -> None:
-        """Remove a waiting request, and use the room to expect keys of other requests, oldest first."""
+        """Remove a waiting request. Other waiting requests, oldest first, get the room for expected keys."""
         if self.waiting.pop(ctx, None) is not None:
             self.is_full = self.is_full and not all(map(self._expect_all, self.waiting))
 
