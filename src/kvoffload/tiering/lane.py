@@ -115,7 +115,7 @@ class TierLane:
 
     @property
     def has_jobs(self) -> bool:
-        """True if a job will end, or queued blocks will be offered. Jobs of a stuck tier may never end."""
+        """True if blocks are queued, or jobs are in flight in a tier that is not stuck."""
         return bool(self.waiting) or (bool(self.jobs) and not self.tier.is_stuck)
 
     def end_read(self, result: JobResult, now: float) -> None:

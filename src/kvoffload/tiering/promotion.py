@@ -51,7 +51,7 @@ class Promotion:
 
     @property
     def _num_reading(self) -> int:
-        """Number of blocks that are being read, without reads of tiers that were given up."""
+        """Number of blocks that tiers are reading. Stuck tiers do not count."""
         return sum(lane.num_reading for lane in self._stack.lanes if not lane.tier.is_stuck)
 
     def poll(self) -> None:

@@ -136,7 +136,7 @@ class TieredManager:
                 _LOG.info("tier %s: %s", lane.tier.name, text)
 
     def _adopt(self, ram: OffloadingManager) -> None:
-        """Copy the members of RAM's manager that concern only RAM. Calls then need not be forwarded."""
+        """Take over the attributes and methods of RAM's manager that do not concern the tiers."""
         self.capacity_blocks, self.key_bytes = ram.capacity_blocks, ram.key_bytes
         self.index, self.slots, self.admission = ram.index, ram.slots, ram.admission
         self.medium, self.block_size, self.store_mode = ram.medium, ram.block_size, ram.store_mode
@@ -349,7 +349,7 @@ class TieredManager:
         return count
 
     def _given_up(self, keys: Keys, wait: TierWait) -> Mask:
-        """Return a mask of the blocks in tiers that this request no longer waits for."""
+        """Return a mask of the blocks whose promotion this request no longer awaits."""
         late: Collection[bytes] = self.promotion.promoting if wait.gave_up else ()
         if not (late or wait.given_up):
             return np.zeros(len(keys), np.bool_)
@@ -452,7 +452,7 @@ class TieredManager:
             lane.waiting.update(dict.fromkeys(keys.take(~lane.tier.contains(keys))))
 
     def flush(self, timeout_s: float) -> bool:
-        """Write all blocks of RAM to every tier that lacks and admits them.
+        """Write each block of RAM to every tier that lacks the block and admits it.
 
         Call it before a process or a machine stops, so that its blocks can be used again. Returns False on
         time-out, or if a tier failed to write or dropped some of the blocks.
