@@ -418,7 +418,7 @@ def _kind_of_scheme(field: str, scheme: str, text: str) -> str:
 
 
 def _with_query(field: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Merge the options of a URL's query into the other options."""
+    """Return `given` with the options from the query of its ``url``. Refuses secrets and repeated options."""
     options = dict(given)
     if isinstance(given.get("url"), str):
         options["url"], _, query = given["url"].partition("?")

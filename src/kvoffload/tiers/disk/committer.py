@@ -81,8 +81,8 @@ class _Batch:
 class Committer:
     """Collects changes of slots and writes them to the journal in batches.
 
-    A failure of the journal sets `broken`. After that, nothing is committed any longer, and writes that were
-    not yet reported fail. Only `void` still works.
+    A failure of the journal sets `broken`. From then on nothing is committed, and all unfinished and later
+    writes fail. Only `void` still works.
 
     Thread: `start`, `remove`, `void` and `access` on the scheduler's thread; they do not wait for the disk.
     Callers of the other methods must hold `lock`.
@@ -162,7 +162,7 @@ class Committer:
         return True
 
     def note_started(self) -> None:
-        """Called when a thread has taken a write chunk. If chunks are held, a commit may now be due."""
+        """Wake the committer if chunks are held. Called when a mover has taken a write chunk."""
         if self._gated:
             self._wake.notify()
 

@@ -527,7 +527,7 @@ class DiskTier(ManagedTier):
         self._forget(plan.slots[bad])
 
     def _may_retry(self, job: Job, row: int) -> bool:
-        """Return True if the system has refused this read, for the first time within `REFUSED_READS_S`."""
+        """Return True if the system refused this read, and first did so less than `REFUSED_READS_S` ago."""
         generation = int(job.generations[row])
         if job.outcomes[row] != REFUSED:
             self._refused.pop(generation, None)

@@ -28,9 +28,9 @@ With longer batches some policies are slow.
 
 
 class Placement:
-    """Place and metadata of the block in each slot of the manager.
+    """Place (position in the slab) and metadata of the block in each slot of the manager.
 
-    A place may be written when as many removals as its *gate* are durable (`Committer.remove`).
+    The *gate* of a place is the number of removals that must be durable before a write (`Committer.remove`).
 
     Args:
         layout: layout of the slab. The manager has `Layout.num_blocks` slots; the slab's other usable slots

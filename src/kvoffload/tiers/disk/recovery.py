@@ -263,7 +263,7 @@ def _heads(slab: Slab, recovered: Recovered) -> list[Head]:
 
 
 def _read_checkpoint(slab: Slab, head: Head, recovered: Recovered) -> Iterator[int]:
-    """Apply the groups of a checkpoint; yields the bytes read so far."""
+    """Apply the groups of a checkpoint; yields the number of bytes read so far."""
     layout = slab.layout
     size = layout.checkpoint_group_bytes
     start = layout.checkpoint_offset(head.epoch) + PAGE_BYTES

@@ -83,7 +83,7 @@ class Slab:
 
     A failed read or write of a block is an outcome, no exception. `sync` and `write_pages` raise `OSError`.
 
-    Thread: any. Concurrent calls need different slots, and each thread its own `Scratch`.
+    Thread: any. Concurrent calls must use different slots, and each thread must have its own `Scratch`.
 
     Attributes:
         layout, identity, capacity_bytes: contents of the superblock.
@@ -231,7 +231,7 @@ class Slab:
                 self._may_grow_at_s = self._files.monotonic_s() + self._growth_backoff.next_s()
 
     def _reserve(self, num_slots: int) -> bool:
-        """Extend the file, see `reserve`; return True if the file has reached the limit of `room`."""
+        """Extend the file, see `reserve`; return True if the file has the largest size that `room` allows."""
         least = self.layout.slot_offset(num_slots)
         while True:
             allowed = self._allowed_bytes

@@ -220,9 +220,9 @@ class Layout:
     def with_capacity(self, capacity_bytes: int) -> Layout | None:
         """Return the layout for another capacity, with unchanged slot offsets; None if no block would fit.
 
-        More slots may need a longer journal, which takes the space of the first slots. Until it is written,
-        the old journal is behind the last slot. If the capacity has no space for the old journal there,
-        the journal does not change, and its length limits the number of slots.
+        If the slots need a longer journal, the new journal takes the space of the first slots. Until the new
+        journal is written, the old one is kept behind the last slot. If the capacity has no space there, the
+        journal does not change, and its length limits the number of slots.
         """
         room = (capacity_bytes - LOCK_FILE_BYTES - self.origin) // self.slot_bytes
         end = min(MAX_SLOTS, max(0, room))
@@ -266,5 +266,5 @@ def group_bytes(layout: Layout, num_removed: int, num_entries: int, num_accessed
 
 
 def removed_bytes(num_removed: int) -> int:
-    """Return the bytes of `num_removed` slot numbers, padded to a multiple of 8."""
+    """Return the size in bytes of `num_removed` encoded slot numbers, padded to a multiple of 8."""
     return (num_removed + 1) // 2 * 8

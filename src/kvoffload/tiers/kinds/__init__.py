@@ -1,1 +1,1 @@
-"""The kinds of tiers that users can configure, one file each. Their contract is `tiers.spec.TierOptions`."""
+"""Kinds of tiers that users can configure, a module for each. The contract is `tiers.spec.TierOptions`."""

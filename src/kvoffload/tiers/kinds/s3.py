@@ -1,4 +1,4 @@
-"""The kind ``s3://BUCKET/PREFIX``: a bucket of an object store that machines share, through obstore."""
+"""The kind ``s3://BUCKET/PREFIX``: a bucket of an object store that machines share."""
 
 from __future__ import annotations
 

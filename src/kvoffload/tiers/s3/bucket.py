@@ -174,7 +174,7 @@ class Bucket:
     async def get(self, name: str, span: Span, receiver: Receiver) -> Found:
         """Read the bytes of `span` into `receiver`, if the object has the expected size.
 
-        Raises: `ResponseError` for a response that is too short or has another range. The bytes that
+        Raises: `ResponseError` if the response is too short, or its range is not `span`. The bytes that
             `receiver` got before the error are bytes of the span.
         """
         self._ledger.add(gets=1)

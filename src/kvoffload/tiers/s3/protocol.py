@@ -93,7 +93,7 @@ class S3:
     Attributes:
         ledger: counts the requests of all connections.
         group_blocks: number of blocks in an object.
-        window_bytes: bytes of blocks that are verified, or copied for sending, at a time.
+        window_bytes: size of the pieces in which blocks are verified, or copied for sending.
         most_at_once: limit of concurrent requests of one client.
     """
 

@@ -141,7 +141,7 @@ class Breakers:
         return is_reachable and self.operations[kind].may_attempt
 
     def is_attempt(self, exchange: BlockExchange) -> bool:
-        """Return True if the exchange is the attempt in flight of its type."""
+        """Return True if the exchange is the attempt in flight for its type of operation."""
         return self.attempts.get(exchange.kind) == exchange.job
 
     def note_success(self, exchange: BlockExchange) -> None:

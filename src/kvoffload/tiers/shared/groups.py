@@ -104,7 +104,7 @@ class BlockGroups:
         self._generation += 1
 
     def known(self, digests: U64Array) -> Mask:
-        """Return a mask of the blocks in known groups."""
+        """Return a mask of the blocks whose groups are remembered. All are True if a group is one block."""
         if self.group_blocks == 1:
             return np.ones(len(digests), np.bool_)
         young, old = self._young, self._old

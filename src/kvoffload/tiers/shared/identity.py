@@ -66,7 +66,7 @@ def rest_names(names: list[bytes]) -> list[bytes]:
 
 
 def is_rest(name: bytes) -> bool:
-    """Return True for the name of a second value."""
+    """Return True if `name` is the name of a block's second value (see `head_bytes`)."""
     return name.endswith(_REST)
 
 

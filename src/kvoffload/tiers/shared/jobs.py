@@ -20,7 +20,7 @@ _EXPIRE_EVERY_S = 0.005
 
 
 class Jobs:
-    """Exchanges about blocks that are in flight, and their connection threads.
+    """The reads, writes and probes in flight, and their connection threads.
 
     Reads, writes and probes have separate threads. Among the threads of a type, the thread with the fewest
     exchanges gets the next exchange.

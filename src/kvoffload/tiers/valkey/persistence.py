@@ -24,7 +24,7 @@ def ask_persistence(connection: Connection, question: PersistenceQuestion) -> No
 
 
 def persistence_of(facts: Mapping[str, str], settings: Mapping[str, str]) -> tuple[Persistence, list[str]]:
-    """Return the persistence of a server, and the settings that turn it on, as unescaped text of the server.
+    """Return the persistence of a server, and the facts that show it is on, as unescaped text.
 
     Args:
         facts: reply to ``INFO``; empty if the user lacks the permission.

@@ -39,7 +39,7 @@ WINDOW_BYTES = 4 << 20
 _READ_ONLY = {FULL, "MISCONF"}
 """Codes of servers that refuse writes, but serve blocks. `MISCONF`: the server cannot save to its disk.
 
-Not `READONLY`: a replica may not have the last reset."""
+`READONLY` is not in the set: it comes from a replica, which may lack the last reset."""
 _ABOUT_S = b"2592000"
 """Time to live of a producer's text: 30 days. Each handshake stores the text again."""
 
