@@ -81,8 +81,8 @@ class BlockSize:
     def full_blocks(self, input_tokens: int, num_ids: int) -> int:
         """Return the number of full blocks: `num_ids`, or one less if the last id is of a partial block.
 
-        Raises `BadLineError` if `num_ids` does not match the length. The message suggests a block size that
-        fits all lines so far, a power of two.
+        Raises `BadLineError` if `num_ids` does not match the length. The message suggests as block
+        size the largest power of two that fits all lines so far.
         """
         blocks = input_tokens // self.tokens
         if num_ids:

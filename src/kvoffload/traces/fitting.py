@@ -223,7 +223,7 @@ class _Search:
                 yield {field: round(value * by) if isinstance(value, int) else value * by}
 
     def _try(self, workload: Workload) -> _Means:
-        """Generate a trace of a workload; return its means. Keeps the workload if it is the best so far."""
+        """Generate a trace of a workload; return the trace's means. Keeps the best workload so far."""
         workload = _rounded(workload)
         sessions = max(_FEWEST_SESSIONS, round(workload.sessions * self._share))
         share = sessions / workload.sessions

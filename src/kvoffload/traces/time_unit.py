@@ -64,10 +64,10 @@ def _implausible(trace: Trace) -> str:
 
 
 def _speed_of_answers(trace: Trace) -> tuple[int, float]:
-    """Return the number of turns that follow another turn, and the median speed of the answers before them.
+    """Return the number of next turns, and the median speed of the answers before these turns.
 
-    The speed is the number of generated tokens divided by the time to the next turn. A next turn begins with
-    all blocks of an earlier request and adds blocks, so the answer came before it.
+    A next turn begins with all blocks of an earlier request and adds blocks. So it came after that request's
+    answer. The speed is the number of generated tokens divided by the time from the request to the next turn.
     """
     previous = turns(replace(trace, sessions=None)).previous_turn
     lengths = np.diff(trace.offsets)

@@ -36,8 +36,8 @@ class Workload:
         sessions_per_minute: the load. If it is doubled, the same sessions begin in half the time.
         turns: mean number of requests of a session, without sub-agents.
         turns_shape: a number above 1. The larger it is, the more similar are the lengths of sessions. If it
-            is 2, a few sessions are very long. If it is 1000, each turn is the last with about equal
-            probability.
+            is 2, a few sessions are very long. If it is 1000, a session ends after each turn with nearly
+            the same probability.
         think_time_s: time from a request to the session's next request: answer, tools and user.
         shared_prompts: number of system prompts; the i-th is chosen in proportion to 1/i.
         shared_prompt_tokens: length of a shared prompt.

@@ -26,7 +26,7 @@ def is_address(text: str) -> bool:
 def batches(address: str, lost: list[int]) -> Iterator[tuple[int, bytes]]:
     """Yield the batches of a publisher as JSON, numbered from 1, until Ctrl-C.
 
-    A message that is no batch, for instance of another program's publisher, is yielded as ``null``.
+    A message that is not a batch is yielded as ``null``, for example if another program publishes.
 
     Args:
         lost: a list with one number, to which the number of lost batches is added. Gaps in the sequence

@@ -1,1 +1,1 @@
-"""Formats of trace files, one file each. The contract is `traces.format.TraceFormat`."""
+"""Formats of trace files. Each module here has one format. The contract is `traces.format.TraceFormat`."""

@@ -103,9 +103,9 @@ class KVEvents(Source):
         return remarks
 
     def _counts(self, kind: str, event: dict[str, Any]) -> bool:
-        """Return True for an event of the GPU's cache and the first KV group, or one that clears all blocks.
+        """Return True if the event clears all blocks, or concerns the first KV group in the GPU's cache.
 
-        Raises `BadLineError` if stored blocks have another size than the trace's.
+        Raises `BadLineError` if the size of stored blocks is not the block size of the trace.
         """
         if kind == "AllBlocksCleared":
             return True
