@@ -53,7 +53,7 @@ def plan(device_rows: RowsArray, slots: RowsArray, block_bytes: int, packed: boo
     """Choose between runs and gathering, by the average size of a run.
 
     If the blocks have gaps on either side (`packed` is False), each run is a single block. Reason: torch
-    would copy a run with gaps through a temporary buffer, and with `non_blocking` that buffer is a race.
+    would copy a run with gaps through a temporary buffer. With `non_blocking` this is a race.
     """
     starts = coalesce(device_rows, slots) if packed else np.arange(len(slots) + 1)
     num_runs = len(starts) - 1

@@ -25,7 +25,7 @@ _SAME_SIZE = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 class Parts(Protocol):
-    """The parts of an engine's blocks. Thread: any; two calls may copy different blocks at a time."""
+    """Copies blocks of an engine. Thread: any; concurrent calls must copy different blocks."""
 
     def store(self, blocks: Rows, pool: Blocks, slots: Rows) -> None:
         """Copy ``blocks[i]`` into slot ``slots[i]``. All bytes have arrived when the call returns."""

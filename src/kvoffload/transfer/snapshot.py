@@ -60,7 +60,7 @@ class Snapshots:
     def read(self, blocks: npt.NDArray[np.int64]) -> Blocks:
         """Return a copy of these blocks: ``(len(blocks), block_bytes)`` uint8. Waits for the copy.
 
-        Call the function from `submitted_work` first: on CUDA the copy does not wait for earlier work.
+        First call the function that `submitted_work` returns: on CUDA the copy waits for no earlier work.
         """
         wanted = torch.from_numpy(blocks)
         if self._device.type != "cuda":
