@@ -26,8 +26,8 @@ from kvoffload.structures.structs import Struct
 KEY_BYTES = 8
 """Length of the shadows' keys."""
 MOST_REQUESTS, ROOM, MOST_ROOM = 4096, 16384, 65536
-"""`MOST_REQUESTS`: largest number of requests in a sample. `ROOM`, `MOST_ROOM`: initial and largest number of
-sampled blocks. A single request may have more blocks."""
+"""`MOST_REQUESTS`: limit of the requests in a sample. `ROOM`: initial capacity of a sample, in blocks.
+`MOST_ROOM`: limit of the capacity, except for a sample of one request."""
 
 
 class Recorded(Struct):

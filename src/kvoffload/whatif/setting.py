@@ -125,4 +125,4 @@ def _named(field: str, text: str) -> dict[str, str]:
 
 
 WhatIfs: TypeAlias = Annotated[tuple[WhatIf, ...], WhatIfParser()]
-"""Type of an option for settings to try."""
+"""Type of an option that holds what-if settings."""

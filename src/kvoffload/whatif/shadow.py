@@ -145,7 +145,7 @@ class Shadow:
         manager.finish_request(ctx, hints=hints)
 
     def counted(self) -> Counted:
-        """Return the misses in the new and the previous counts (`rotate`)."""
+        """Return the misses since the second-last call of `rotate`."""
         return Counted(self.setting.label, self.missed + self._before, self.manager.capacity_blocks)
 
     def rotate(self) -> None:

@@ -38,11 +38,10 @@ class Shadows:
         seed: selects the sampled blocks.
 
     Attributes:
-        on_failure: called with the label and the error of a setting whose policy or rule has failed; the
-            setting's shadow is removed. If it is None (the default), the error is raised.
+        on_failure: called with a setting's label and the error after the setting's policy or rule has failed.
+            None (the default) raises the error.
         members: the shadows, the current setting's first; a failed shadow is removed.
-        num_looked_up: number of looked-up blocks of the served requests, in the new and the previous counts
-            (`rotate`).
+        num_looked_up: number of looked-up blocks of the requests served since the second-last `rotate`.
         num_left_out: number of requests that exceeded the limits of the sample.
 
     Thread: the scheduler's; while another thread runs `serve` or `reset_blocks`, only `finished`, `forget`,
