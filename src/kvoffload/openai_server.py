@@ -91,7 +91,7 @@ class OpenAIServer:
         return self.parsed(path, self.get(path, body))
 
     def parsed(self, path: str, content: bytes) -> Any:
-        """Parse JSON from the reply of this path. No bytes count as ``{}``."""
+        """Parse JSON from the reply of this path. An empty reply counts as ``{}``."""
         try:
             return json.loads(content or b"{}")
         except (ValueError, RecursionError):
@@ -104,7 +104,7 @@ class OpenAIServer:
             yield from response
 
     def choose(self, model: str | None) -> tuple[str, int | None]:
-        """Return the name of a served model, and its longest context in tokens, or None if unknown.
+        """Return a served model's name, and its longest context in tokens (None if unknown).
 
         Args:
             model: name of a model; None for the server's first model.

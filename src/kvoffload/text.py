@@ -49,7 +49,7 @@ def outside_blocks(share: float | None, ratios: str = "percentages of the prefil
 
     Args:
         share: share of these tokens, 0 to 1. If it is None, the list is empty.
-        ratios: words of the sentence that name the numbers computed without these tokens.
+        ratios: name of the numbers that leave these tokens out, for the sentence.
     """
     if share is None:
         return []
