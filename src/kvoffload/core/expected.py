@@ -67,7 +67,7 @@ def _expect(expected: Expected, path: Path, most: int) -> int:
 
     Returns the number of the request's expected keys, including keys of earlier calls.
 
-    Cost: one index probe for each block of a request, over all calls.
+    Cost: all calls for a request together probe the index once for each block.
     """
     keys, recent = expected.keys, expected.keys.lists.num_positions
     while path.num_expected < min(path.length, most):

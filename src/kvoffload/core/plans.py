@@ -51,8 +51,8 @@ ALL_READY, THEN_MISS = (
     tuple(PrefixLookup(count, result) for count in range(65))
     for result in (LookupResult.HIT, LookupResult.MISS)
 )
-"""Results of `lookup` for up to 64 ready blocks, created in advance because creating a result takes as long
-as the lookup."""
+"""Results of `lookup` by the number of ready blocks, up to 64: without a miss, and before a miss. Created in
+advance, because the creation of a result takes as long as a lookup."""
 
 
 class _Plan:

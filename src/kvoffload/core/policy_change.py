@@ -34,7 +34,7 @@ from kvoffload.structures.structs import Struct, call_2, call_4
 _CHUNK = 256
 """Largest number of blocks in one call of the new policy."""
 _CALL_BLOCKS = 16
-"""Smallest part of the budget of `PolicyChange.advance` that a call of the new policy uses, in blocks."""
+"""Minimum cost of a call of the new policy, in blocks of the budget of `PolicyChange.advance`."""
 
 
 class State(Struct):

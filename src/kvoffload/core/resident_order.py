@@ -32,7 +32,7 @@ _NO_CURSOR = -1
 
 
 class Taken(Struct):
-    """The blocks that the caller of the readers has taken or has seen in use.
+    """The blocks that the caller of the readers has taken, and the blocks used since the reading began.
 
     Attributes:
         where: `NEW` for the blocks that the caller has taken.

@@ -28,9 +28,9 @@ MAX_TENANTS = 63
 UNLIMITED = 1 << 40
 ALL_TENANTS = (1 << MAX_TENANTS) - 1
 LEARNT_PART, LEARNT_ALWAYS = 2.0, 1 / 64
-"""Limits of `may_learn`. From a tenant above its minimum a policy learns only a share of all offered blocks:
-`LEARNT_PART` times the tenant's share of the cache, plus `LEARNT_ALWAYS`. Because of `LEARNT_ALWAYS` the
-policy also learns from a tenant that has no blocks yet."""
+"""Limits of `may_learn`. A policy learns from a tenant above its minimum only within a credit. The credit is
+a share of all offered blocks: `LEARNT_PART` times the tenant's share of the cache, plus `LEARNT_ALWAYS`.
+Because of `LEARNT_ALWAYS`, the policy also learns from a tenant that has no blocks yet."""
 UNSURE = -1
 """Result of `room_of_store`: count `Tenants.on_path` and call the function again, because the result depends
 on it."""
@@ -147,7 +147,7 @@ class Tenants(Struct):
         )
 
     def recount(self, filled: SlotArray, evictable: SlotArray) -> None:
-        """Recount the blocks of each tenant; forget search places and credit. Cost: O(blocks)."""
+        """Recount the blocks of each tenant. Clear the search places and the credit. Cost: O(blocks)."""
         self.held[:] = np.bincount(self.owner[filled], minlength=MAX_TENANTS)
         self.evictable[:] = np.bincount(self.owner[evictable], minlength=MAX_TENANTS)
         self.marks.fill(0)
@@ -277,7 +277,7 @@ def _find_givers(tenants: Tenants, owner: int, needed: int, with_own: bool) -> i
 
 @inline
 def _count_orphans(tenants: Tenants) -> int:
-    """Count the evictable blocks of tenants that no longer exist, without the blocks on the path."""
+    """Count the evictable blocks of tenants that no longer exist. Blocks on the path do not count."""
     count = np.int64(0)
     for other in range(tenants.num_tenants):
         if (tenants.orphans >> np.int64(other)) & 1 != 0:
@@ -376,8 +376,9 @@ def room_of_store(tenants: Tenants, owner: int, wanted: int, num_free: int, marg
 def adopt(tenants: Tenants, slot: int, owner: int) -> bool:
     """Make tenant `owner` the owner of the pinned block in `slot`, if its present owner no longer exists.
 
-    Changes nothing if the present owner exists or `owner` does not. Returns True if the owner changed. If it
-    did, the caller must call `forget_places`, because the victim search may already be beyond the block.
+    Changes nothing if the present owner exists, or if tenant `owner` does not exist. If the result is True,
+    the owner has changed, and the caller must call `forget_places`: the victim search may have passed the
+    block.
     """
     old = np.int64(tenants.owner[slot])
     if (tenants.orphans >> old) & 1 == 0 or (tenants.orphans >> np.int64(owner)) & 1 != 0:
@@ -433,9 +434,9 @@ def may_learn(tenants: Tenants, owner: int, num_missing: int, num_stored: int, c
 def forget_places(tenants: Tenants, owner: int) -> None:
     """Forget search places that may be wrong after tenant `owner` has adopted blocks of orphans.
 
-    *Orphans* are tenants that no longer exist. If the givers of a search include `owner` but not all orphans,
-    the search may have skipped a block that now belongs to `owner`. If the givers include all orphans, the
-    search has skipped no block of an orphan, and its places stay valid.
+    *Orphans* are tenants that no longer exist. A search whose givers include `owner` but not all orphans may
+    have skipped a block that now belongs to `owner`. A search whose givers include all orphans has skipped no
+    block of an orphan, and the places of this search stay valid.
     """
     for row in range(tenants.marks.shape[0]):
         givers = tenants.marks[row, _MASK]

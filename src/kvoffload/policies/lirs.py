@@ -133,7 +133,7 @@ class LIRS(CompiledPolicy):
 def _bottom(own: State) -> int:
     """Return the time of the last use of the coldest LIR block; NO_BOTTOM if there is no LIR block.
 
-    S has the keys that were used later. The time never decreases.
+    S has the keys whose last use is later than this time. The time never decreases.
     """
     lir = own.lists.num_positions + LIR
     coldest = own.lists.links[lir, PREV]

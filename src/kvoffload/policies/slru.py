@@ -26,7 +26,7 @@ class State(Struct):
 
     Attributes:
         segments: a list of blocks on probation, and a list of proven blocks.
-        most_proven: largest number of proven blocks.
+        most_proven: capacity of the list of proven blocks.
     """
 
     segments: Lists

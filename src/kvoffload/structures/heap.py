@@ -27,13 +27,13 @@ class Heap(Struct):
     Attributes:
         order: shape ``(num_positions, 2)``: rank and stamp of each position. Stamps are integers.
         links: shape ``(num_positions, 3)``: columns BEFORE and AFTER are the previous and the next position
-            in the chain, or NONE. Column PLACE is the place in `firsts`, for the first position of a chain.
+            in the chain, or NONE. Column PLACE is the index in `firsts`, for the first position of a chain.
         firsts: first positions of the chains, in heap order; only `num_chains` entries are valid.
         size: number of positions in all chains.
         clock: the last stamp.
         last: the position that was pushed last, or NONE.
-        aside: the position that was set aside last, or NONE. The positions set aside form a list: column
-            AFTER of a position's link is the position that was set aside before it.
+        aside: the latest position that was set aside, or NONE. Positions that are set aside form a list: for
+            each position, column AFTER is the previous position that was set aside.
     """
 
     order: F64Matrix

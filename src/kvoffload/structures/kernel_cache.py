@@ -41,7 +41,7 @@ def prepare(*, is_needed: bool = True) -> bool:
     Returns False if no directory is usable.
 
     Args:
-        is_needed: False to log no warning if no directory is usable: this package's kernels need no cache.
+        is_needed: False if this package's kernels need no cache. No warning is then logged.
     """
     digest, configured = digest_of_sources(), _config.CACHE_DIR
     _config.CACHE_DIR = ""

@@ -1,4 +1,4 @@
-"""Counts that follow blocks: pins and writes of this process, and blocks of each tenant.
+"""Counts of blocks: the pins and the writes of this process, and the blocks of each tenant.
 
 Owns the updates of these counts. Does not know why a block changes.
 """
@@ -25,7 +25,7 @@ def hold(cache: Cache, slot: int, change: int) -> None:
 
 @inline
 def count_evictable(cache: Cache, slot: int, change: int) -> None:
-    """Add `change` to the number of evictable blocks of the block's owner.
+    """Add `change` to the evictable blocks of the tenant that owns the block in `slot`.
 
     Condemned blocks are skipped, because they have no owner.
     """

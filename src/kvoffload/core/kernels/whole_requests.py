@@ -1,4 +1,4 @@
-"""Kernel of whole requests without bytes: many requests in one call.
+"""Kernel that processes many whole requests in one call, without the bytes of blocks.
 
 Owns the steps of a request, and the groups by which misses are counted. Does not know samples (`whatif`).
 """

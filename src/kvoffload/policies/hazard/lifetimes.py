@@ -17,10 +17,10 @@ from kvoffload.structures.lists import LIST, PREV, move_to_head
 from kvoffload.structures.structs import Struct
 
 PRIOR_WEIGHT = 50.0
-"""Weight of the parent group's estimate in the estimate of a group. Unit: observed keys."""
+"""Weight of a parent group's estimate in the estimates of its subgroups, as a number of observed keys."""
 LABEL_PRIOR_WEIGHT = 500.0
-"""The same weight in the estimate of a class, whose parent group is the classes that differ only in their
-label. Larger than `PRIOR_WEIGHT`, because labels may be wrong."""
+"""`PRIOR_WEIGHT` for a class whose parent group is the classes that differ only in their label. Larger,
+because labels may be wrong."""
 ENTERING = 0.05
 """Cost of an insertion, as time in a slot without hits. Unit: block references, as a multiple of the cache's
 capacity. Without it, blocks with a high worth for a very short time would evict each other."""

@@ -1,4 +1,4 @@
-"""The policy Hazard, which evicts the block with the fewest expected hits for the time in its slot.
+"""The policy Hazard: evicts the block with the fewest expected hits per unit of time in its slot.
 
 `Hazard` explains the idea; `history` and `lifetimes` hold the statistics that the policy learns.
 """
@@ -69,9 +69,9 @@ is longer.
 CREDIT = 0.01
 """Lower limit of `ShadowLRU.lead`: ``-CREDIT * State.recent``. So old gains over LRU offset few losses."""
 VICTIM_TURNS = 4
-"""Minimum warm-up of a victim tier, in references, divided by ``warm_up * capacity``.
+"""The warm-up of a victim tier lasts at least ``VICTIM_TURNS * warm_up * capacity`` references.
 
-A victim tier needs a minimum because it receives blocks only when the device drops them.
+Reason: a victim tier receives blocks only when the device drops them.
 """
 _NO_RUN = -1
 _ORDER = -1
@@ -352,7 +352,7 @@ def observe(own: State, path: Path) -> None:
 
 @Hazard.compiled
 def finished(own: State, path: Path) -> None:
-    """Record the end of a request: the ages of its blocks restart, and its label joins their classes."""
+    """Record the end of a request: the ages of its blocks restart, and its label enters their classes."""
     if path.length == 0:
         return
     history, links, keys = own.history, own.lists.links, path.index.keys[: path.length]
