@@ -149,7 +149,7 @@ class TierLane:
         return self.speed.seconds_for(num_blocks + self.num_reading)
 
     def is_trial_due(self, now: float) -> bool:
-        """Return True if the last trial is at least 10 s old, and start the next 10 s.
+        """Return True if no trial was due in the last 10 s. A result of True restarts the 10 s.
 
         A trial is a read that runs even though computing is expected to be faster: it measures the tier's
         speed.

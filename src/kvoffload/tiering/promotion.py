@@ -21,10 +21,7 @@ from kvoffload.tiering.worth import Rows, fastest_source, num_worth_reading
 from kvoffload.tiers.contract import NO_JOB, JobResult, Mask
 
 MOST_DISTRUSTED = 10_000
-"""Limit of remembered keys of wrong blocks (about 1 MB).
-
-If there are more, no block is read from any tier.
-"""
+"""Number of wrong blocks to remember (about 1 MB of keys). After more wrong blocks, no tier is read."""
 
 
 class Promotion:
@@ -70,8 +67,8 @@ class Promotion:
         Returns True if the first block must wait for the tier's reads in flight (`SecondaryTier.read_room`).
 
         Args:
-            max_blocks: limit of the slots that this read may reserve while no other read runs; None
-                for up to twice `TierStack.max_in_flight`.
+            max_blocks: number of slots that the read may reserve if no other read is in flight; None for up
+                to twice `TierStack.max_in_flight`.
         """
         for lane in self._stack.lanes:
             lane.tier.missed(keys)

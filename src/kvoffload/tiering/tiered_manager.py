@@ -428,7 +428,7 @@ class TieredManager:
     def settle(self, timeout_s: float) -> bool:
         """Wait until no job is in flight; return False on time-out. For tests, replays and shutdown.
 
-        Returns False without a wait for jobs of a tier that was given up and cannot be closed.
+        Does not wait for the jobs of a tier that was given up and cannot be closed, but returns False.
         """
         until, slice_s = time.monotonic() + timeout_s, timeout_s / 10
         while self.poll():

@@ -318,7 +318,7 @@ class TierStats:
     puts: int = 0
     """Write requests to a bucket."""
     gets: int = 0
-    """Read and probe requests to a bucket."""
+    """Number of read requests and probe requests to a bucket."""
     errors: int = 0
     """Number of calls of the tier's methods that raised an exception."""
     cost: float = 0.0

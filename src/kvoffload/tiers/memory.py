@@ -52,8 +52,8 @@ class MemoryTier:
     `verify_slots` detect:
 
     - damaged, zeroed or torn blocks, with probability 1 - 2^-64;
-    - the bytes of another block, even with the checksum of that block, as after a swap of two slots; the
-      probability is 1 - 2^-64 for each pair of keys;
+    - another block in the slot, even together with its checksum, as after a swap of two slots, with
+      probability 1 - 2^-64 for each pair of keys;
     - slots that were never written, or were erased.
 
     If the checksum itself is damaged, a sound block counts as damaged.

@@ -23,7 +23,7 @@ from kvoffload.tiers.contract import OwnerOf, SecondaryTier, TierStats
 from kvoffload.tiers.write_budget import WriteBudget
 
 MOST_QUOTAS = MAX_TENANTS - 2
-"""Limit of a tier's quotas. Two tenants are reserved: ``other``, and the owner of earlier runs' blocks."""
+"""Limit of a tier's quotas. Two more tenants are reserved: ``other``, and the owner of earlier blocks."""
 
 
 class Purse:

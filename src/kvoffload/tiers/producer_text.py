@@ -108,7 +108,7 @@ def unpack(packed: bytes) -> str:
 
 
 def fields(text: str) -> dict[str, Any]:
-    """Return the fields of a producer's text by dotted name, and its salt."""
+    """Return the fields of a producer's text by dotted name. The salt has the name ``salt``."""
     named, salt = _parsed(text)
     return {**dict(_flat("", named)), **({"salt": salt} if salt else {})}
 

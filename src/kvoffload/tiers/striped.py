@@ -21,7 +21,7 @@ class StripedTier(DividedTier[GuardedTier]):
     Each key belongs to the tier with the highest random weight (Thaler and Ravishankar, "Using name-based
     mappings to increase hit rates", IEEE/ACM Transactions on Networking 6(1), 1998). The weights depend on
     the tiers' identities, not on the order of the tiers. A new tier takes an equal share of the keys from
-    each old tier, and no key moves between old tiers. A call of a tier has its keys in prefix order.
+    each old tier, and no key moves between old tiers. Each tier receives its keys in prefix order.
 
     If a tier fails or raises (see `GuardedTier`), only the blocks of this tier are misses. While a tier
     hangs, jobs with its blocks do not end. A `TieredManager` then reads nothing from the whole stripe.

@@ -97,10 +97,10 @@ class WriteBudget:
 
 
 def budget_of_recording(max_per_day: float, clock: Callable[[], float]) -> WriteBudget:
-    """Create the budget of a replay, spent at an even rate over the time of the recording.
+    """Create the write budget of a replay, which accrues at an even rate over the time of the recording.
 
-    Without the rate, a recording of minutes would either never exhaust the budget of a day, or spend a budget
-    for minutes on its first blocks. A tier that has run for days already has such blocks.
+    A recording of minutes would never exhaust the budget of a day. A budget for these minutes, granted at
+    once, would be spent on the first blocks, which a tier that has run for days already has.
 
     Args:
         max_per_day: budget of 24 hours, in the unit of `WriteBudget.spend`, such as blocks.

@@ -138,7 +138,7 @@ class Committer:
             self._wake.notify()
 
     def access(self, slots: SlabSlots, stamps: Stamps) -> None:
-        """Queue accesses to `slots`, numbers with or without the flag `REUSE`, for the next commit.
+        """Queue accesses for the next commit. `slots`: slot numbers, some with the flag `REUSE`.
 
         Drops the accesses if too many are queued, or if the journal is broken.
         """
@@ -319,7 +319,7 @@ class Committer:
         return entries
 
     def _end_batch(self, batch: _Batch) -> None:
-        """Deliver the writes of a durable batch, and release writes that waited for its removals."""
+        """Deliver the writes of a durable batch. Release held writes that waited for the batch's removals."""
         with self.lock:
             self._in_flight.remove(batch)
             self._durable_removals += sum(map(len, batch.removed))

@@ -302,7 +302,7 @@ class DiskTier(ManagedTier):
 
     @property
     def queue_room(self) -> int:
-        """Room in the write queue, in blocks; ``sys.maxsize`` while the tier drops all writes anyway."""
+        """Room in the write queue, in blocks; ``sys.maxsize`` while the tier drops all writes."""
         return max(0, self._queue_blocks - self._num_queued) if self.accepts_writes else sys.maxsize
 
     def finished(self) -> list[JobResult]:
@@ -419,7 +419,7 @@ class DiskTier(ManagedTier):
         return job.number
 
     def _chunks(self, job: Job, pool: Blocks, rows: Positions) -> list[Chunk]:
-        """Split a job into chunks, in the order of places in the slab.
+        """Split a job into chunks, in ascending order of slots in the slab.
 
         A read is split evenly among the threads, into chunks of at least `READ_CHUNK_BYTES`.
         """

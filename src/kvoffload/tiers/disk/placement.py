@@ -57,10 +57,10 @@ class Placement:
         self._withheld, self._beyond = np.empty(0, np.int32), np.empty(0, np.int64)
 
     def restore(self, contents: Contents, manager: OffloadingManager) -> SlabSlots:
-        """Store the recovered blocks in an empty manager; returns the places of blocks that do not fit.
+        """Store the recovered blocks in an empty manager; return the slab's slots of blocks that do not fit.
 
-        Stores the blocks in the order of their writes, then reports their uses in the order of use. In this
-        way every policy restores its order, by insertion or by use.
+        Stores the blocks in the order of their writes, then reports the uses in the order of use. In this way
+        every policy restores its order, by insertion or by use.
         """
         newest, num_blocks = contents.newest_slots(), len(self._place)
         # Only a damaged journal has more blocks than fit.
@@ -116,7 +116,7 @@ class Placement:
         self._beyond = beyond[len(self._withheld) :]
 
     def places(self, slots: SlotArray) -> Positions:
-        """Return the places that belong to these slots of the manager."""
+        """Return the slab's slot for each of these slots of the manager."""
         return self._place[slots]
 
     def renew(self, slots: SlotArray) -> None:
@@ -126,7 +126,7 @@ class Placement:
         self.next_generation += len(slots)
 
     def empty(self, slots: SlotArray) -> SlabSlots:
-        """Mark slots as empty; returns their places."""
+        """Mark slots of the manager as empty; return their slots in the slab."""
         self.generation[slots] = 0
         return self._place[slots].astype(np.uint32)
 

@@ -48,14 +48,14 @@ def resize(slab: Slab, recovered: Recovered, target: Layout, capacity_bytes: int
 
 
 def rearrange(slab: Slab, recovered: Recovered, first: int, end: int, num_blocks: int) -> Recovered:
-    """Keep the `num_blocks` most recently used blocks, in slots `first` to ``end - 1``; returns the contents.
+    """Keep only the `num_blocks` most recently used blocks, all in slots `first` to ``end - 1``.
 
-    Kept blocks from other slots are copied into free slots of this range. All changes are durable on return.
-    A block on a bad sector is lost.
+    Returns the slab's new contents. Kept blocks outside of this range are copied into its free slots. All
+    changes are durable on return. A block on a bad sector is lost.
 
     Raises:
-        OSError: the journal cannot be written, or the system refuses a read (ENOMEM, ESTALE). The slab is
-            sound, and the next attempt resumes.
+        OSError: the journal cannot be written, or the system refuses a read (ENOMEM, ESTALE). The slab
+            stays usable, and the next attempt resumes.
     """
     end = min(end, slab.num_reserved)
     contents, journal = recovered.contents, Journal(slab, recovered)

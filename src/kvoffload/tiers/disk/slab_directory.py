@@ -218,7 +218,7 @@ class _Opening:
         return recovered
 
     def _resize(self, slab: Slab, recovered: Recovered) -> Recovered | None:
-        """Resize a slab as near to the capacity as possible. Returns None if its journal does not fit."""
+        """Resize a slab to the configured capacity if possible. Returns None if its journal does not fit."""
         before, wanted = slab.capacity_bytes, self._geometry.capacity_bytes
         if slab.layout.is_moving and before < wanted:
             # The slots of the interrupted change end where the moved journal begins.

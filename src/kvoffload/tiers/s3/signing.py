@@ -1,6 +1,6 @@
-"""Signed addresses of objects in a bucket, with keys that may change while an engine runs.
+"""Signed addresses of objects in a bucket. The credentials may change while an engine runs.
 
-Owns the credentials in use. Sends no requests. obstore computes signatures, and fetches the keys of a
+Owns the credentials in use. Sends no requests. obstore computes signatures, and fetches the credentials of a
 machine's role over the network.
 """
 

@@ -79,7 +79,7 @@ class CircuitBreaker:
             self.open()
 
     def open(self) -> None:
-        """Open the breaker for the next pause."""
+        """Open the breaker until the end of the next pause."""
         self._num_failures = max(self._num_failures, _FAILURES)
         self.next_attempt = self._clock() + self._backoff.next_s()
 
@@ -145,7 +145,7 @@ class Breakers:
         return self.attempts.get(exchange.kind) == exchange.job
 
     def note_success(self, exchange: BlockExchange) -> None:
-        """Record a success of the exchange's type. Only an attempt closes an open breaker."""
+        """Record that an exchange has succeeded. Only a successful attempt closes an open breaker."""
         self._succeeded_at[exchange.kind] = exchange.ended
         breaker = self.operations[exchange.kind]
         if breaker.is_open and not self.is_attempt(exchange):

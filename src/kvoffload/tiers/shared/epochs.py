@@ -69,7 +69,7 @@ class EpochHistory:
         return self._ended.get(number, float("inf")) <= since
 
     def is_outdated(self, number: int, since: float) -> bool:
-        """Return True if this number ended after `since`, when a request was sent.
+        """Return True if this number ended after a request was sent at the time `since`.
 
         The request may have read the number before it ended, so the server is not at fault.
         """

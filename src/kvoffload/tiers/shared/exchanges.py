@@ -68,7 +68,7 @@ class Handshake(Exchange):
         about: text about the producer, stored beside the epoch for ``inspect``; empty for none.
         num_replicas: number of replicas that must confirm a reset. Otherwise a replica without the reset
             could take over and serve earlier blocks.
-        numbers: result: the epoch number under each of `epoch_keys`; None if another node has the key.
+        numbers: result: for each of `epoch_keys`, the epoch number, or None if another node has the key.
     """
 
     epoch_keys: Sequence[bytes]

@@ -48,11 +48,11 @@ _LEAST_CUT, _MOST_LOST = 16 << 10, 0.1
 
 @cache
 def head_bytes(block_bytes: int) -> int:
-    """Return the number of the block's bytes that the first value holds, after its header.
+    """Return the number of a block's bytes in the first value, without the header.
 
     A second value holds the rest, if any (`rest_names`). Reason: servers allocate memory in jemalloc's size
-    classes (`_class_below`). A header and a block of 2^n bytes need the class of ``1.25 * 2^n`` bytes. If a
-    block would waste more than a tenth of its size, it is split: the second value fills a class exactly.
+    classes (`_class_below`). A block of 2^n bytes with its header needs the class of ``1.25 * 2^n`` bytes. A
+    block that would waste more than a tenth of its size is split, so that the second value fills a class.
     """
     whole = HEADER_BYTES + block_bytes + _ADDED_BYTES
     if block_bytes < _LEAST_CUT or _class_above(whole) <= (1 + _MOST_LOST) * block_bytes:

@@ -161,7 +161,7 @@ class Peer:
         self._forget(same_epoch=False)
 
     def new_handshake(self, deadline: float) -> Handshake:
-        """Create a handshake for the present state, unsent."""
+        """Create a handshake for the present state. Does not send the handshake."""
         return Handshake(
             epoch_keys=self.keyspace.epoch_keys,
             is_reset=self.reset_wanted,

@@ -64,7 +64,7 @@ class RemoteRequest:
 
     Attributes:
         counted: keys that the admission rule has counted for this request.
-        reported: groups of the request's path that have been added.
+        reported: record of the path's groups that `BlockGroups.add_path` has added.
     """
 
     counted: set[bytes] = field(default_factory=set)

@@ -26,7 +26,7 @@ Reply: TypeAlias = "bytes | int | ServerError | None"
 Answer: TypeAlias = "Reply | list[Answer]"
 """A reply of any type; an array is a list."""
 Block: TypeAlias = Sequence[Sequence[memoryview]]
-"""Memory for the values of a block: for each value, a sequence of parts."""
+"""Memory for the values of a block: a sequence of buffers for each value."""
 
 _LINE_BYTES = 4096
 _MOMENT = struct.pack("ll", 0, 5_000)
@@ -289,9 +289,10 @@ class Connection:
     def blocks_into(self, blocks: Sequence[Block], deadline: float) -> int:
         """Receive the values of these blocks with few system calls; returns the number of received blocks.
 
-        Stops before a block with a null, an error or a value of another length. Read the replies of this
-        block with `value_into`. If at least one block has arrived, also stops at the deadline or the end of
-        the connection. The memory of the other blocks is undefined. Over TLS, receives nothing and returns 0.
+        Stops before a block with a null, an error or a value of another length. The caller must read the
+        replies of this block with `value_into`. If at least one block has arrived, a deadline or the end of
+        the connection is no error. The memory of the other blocks is undefined. Over TLS,
+        receives nothing and returns 0.
 
         Args:
             blocks: memory of at most `MOST_AT_ONCE` blocks of equal layout.
