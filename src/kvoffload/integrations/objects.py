@@ -353,9 +353,9 @@ class ObjectStore:
         return [key + end for key in keys for end in ends]
 
     def _blocks_of(self, keys: Sequence[bytes], object_bytes: int) -> Keys | None:
-        """Return the keys of the objects' blocks.
+        """Return the keys of all blocks of objects. `keys`: keys of the objects.
 
-        Returns None if `keys` is empty, or if an object has more than `MOST_PARTS` blocks.
+        Returns None if there are no objects, or if an object has more than `MOST_PARTS` blocks.
         """
         if not len(keys) or self.parts_of(object_bytes) > MOST_PARTS:
             return None

@@ -66,8 +66,7 @@ class Producer:
         """Return the fingerprint for tiers that machines share. Raises `ConfigError` for unknown weights.
 
         Args:
-            name: the tier's name for the weights; empty if it has none. The fingerprint also includes
-                `identity`.
+            name: the tier's name for the weights; empty for none. The fingerprint also includes `identity`.
         """
         names = [given for given in (name, self.identity) if given]
         identities = [] if names else [weights_identity(model, self.download_dir) for model, _ in self.models]

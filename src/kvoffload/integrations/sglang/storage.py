@@ -335,7 +335,7 @@ class KVOffloadStorage(HiCacheStorage):
         ]
 
     def _pages_of_groups(self, transfer: PoolTransfer) -> int:
-        """Return the number of pages in the leading complete groups of a `BLOCK_GROUPS` pool."""
+        """Count the leading pages of a `BLOCK_GROUPS` pool whose groups are complete in the tiers."""
         if not transfer.group_pages or not transfer.keys:
             return 0
         return (

@@ -128,7 +128,7 @@ class PrefixCache:
         return given | options
 
     def _batch(self, ids: torch.Tensor, mask: torch.Tensor | None, salt: str) -> PrefixBatch:
-        """Create a batch. If the model has no argument ``position_ids``, it counts padding as positions."""
+        """Create a batch. A model without the argument ``position_ids`` counts padding as positions."""
         counts_padding = "position_ids" not in inspect.signature(self._model.forward).parameters
         salt = f"{self._digest}/{salt}"
         return PrefixBatch(self._cache, ids, mask, salt, counts_padding=counts_padding)

@@ -49,10 +49,11 @@ def check_rope(fields: Any, path: str = "model.config", in_rope: bool = False) -
 def probe_rope(model: Any, longest: int, kv_of: Callable[[list[int]], list[torch.Tensor]]) -> None:
     """Refuse a model whose KV depends on the length of the sequence, whatever the name of its rope type.
 
-    The model computes a few tokens three times. The last token is at position ``longest - 1`` in the second
-    pass, and near the other tokens in the other passes. The KV of the other tokens must be the same in all
-    passes. Positions beyond `longest` are computed only by copies of the rotary modules on the CPU, because
-    they could cause an error on a device. So a change of rope beyond `longest` is detected only in a module.
+    The model computes a few tokens three times. In the first and third pass, the last token is
+    near the other tokens; in the second pass it is at position ``longest - 1``. The KV of the other tokens
+    must be the same in all passes. Positions beyond `longest` could cause an error on a device, so only
+    copies of the rotary modules compute them, on the CPU. Beyond `longest`, a change of rope outside of these
+    modules is not detected.
 
     Args:
         longest: ``max_position_embeddings``.

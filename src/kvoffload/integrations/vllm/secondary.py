@@ -158,7 +158,7 @@ class KVOffloadTier(SecondaryTierManager):
             self._tier.finish_request(record, Keys.pack(path, USUAL_KEY_BYTES))
 
     def _accepts(self, key: bytes) -> bool:
-        """Return True if the key has the expected length; otherwise use the tier no longer."""
+        """Return True if the key has the expected length. Otherwise mark the tier as broken."""
         self.broken = not self._tiers.accept(len(key))
         return not self.broken
 

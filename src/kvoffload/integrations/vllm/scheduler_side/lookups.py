@@ -1,7 +1,7 @@
 """Lookups for an engine that looks up block by block.
 
-Owns the order of a lookup (first the manager, then verification), and the lookups ahead of the engine's
-calls. Errors propagate to the caller.
+Owns the order of a lookup (first the manager, then verification), and the lookups of blocks before the
+engine asks for them. Errors propagate to the caller.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Request:
 
     Attributes:
         path: the keys that vLLM had recorded at the first lookup.
-        reach: number of keys that the next hit looks up ahead.
+        reach: number of following keys to look up in advance at the next hit.
         checks: pending and finished verifications of the request's blocks.
         begun_step: number of the last step in which vLLM may have begun the request; None while the request
             waits.

@@ -669,8 +669,8 @@ class KVOffloadManager(OffloadingManager):
     def reset_cache(self) -> None:
         """Forget all blocks. vLLM waits for the transfers in flight before it begins new transfers.
 
-        Requests that run now will store nothing more. vLLM would offer their blocks from before the reset
-        again, but the memory of a block that has left the sliding window may hold other data.
+        Running requests store no more blocks. vLLM would also offer blocks that were computed before the
+        reset, and the memory of a block that has left the sliding window may hold other data.
         """
         self.broken = False
         if self._tiers is not None:
@@ -750,7 +750,7 @@ class KVOffloadManager(OffloadingManager):
         return values
 
     def shutdown(self) -> None:
-        """Close the tiers and the pool, and end the recording of calls, the shadows and the verifier."""
+        """Close the shadows, the verifier, the tiers and the pool, and end the recording of calls."""
         if self.what_if is not None:
             self.what_if.close()
         if self._verifier is not None:

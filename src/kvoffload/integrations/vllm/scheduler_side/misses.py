@@ -193,6 +193,6 @@ def _num_looked_up(record: LookupRecord) -> int:
 
 
 def _missing(record: LookupRecord) -> list[list[bytes]]:
-    """Return the looked-up blocks that were not ready: a list for each prefix, then the single blocks."""
+    """Return the blocks that were not ready: a list for each prefix lookup, then one for single lookups."""
     singles = [key for key, is_hit in record.singles.items() if not is_hit]
     return [keys[num_ready:] for keys, num_ready in record.prefixes.values()] + [singles]

@@ -139,10 +139,10 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
     works as before. If vLLM reuses a block during its copy, vLLM's fence delays the reuse, as for blocks of
     finished requests.
 
-    - If fewer blocks are free than the window has, a block may be computed and dropped within two steps. So
-      running requests then store computed blocks at once, as in the mode ``on-compute``.
-    - If a step reuses more blocks than the window has, for example to load a long prefix, some blocks are
-      dropped without an offer. The manager counts these blocks.
+    - If the window is larger than the number of free blocks, a block may be dropped one step after its
+      computation. Running requests then store computed blocks at once, as in the mode ``on-compute``.
+    - If a step reuses more blocks than the window contains, for example to load a long prefix, some blocks
+      are dropped without an offer. The manager counts these blocks.
     - vLLM takes blocks from the head of the list and adds freed blocks at both ends, so each step moves the
       window. A request that begins may also take cached blocks out of the middle of the list. Then the whole
       window is scanned again.

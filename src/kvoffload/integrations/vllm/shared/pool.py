@@ -388,7 +388,7 @@ def _open_complete(path: Path) -> int:
 
 
 def _share(pool: SharedPool, member: int) -> list[first_touch.Span]:
-    """Return the spans of the file that this member allocates, in whole pages."""
+    """Return the spans of whole pages that this member allocates in the file."""
     at, stride, part_bytes = pool._slots_at, pool.slot_stride, pool.part_bytes
     num_workers = max(1, pool.num_members - 1)
     if member == SCHEDULER and pool.num_members > 1:

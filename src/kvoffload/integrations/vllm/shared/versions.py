@@ -134,7 +134,7 @@ def caches_uncomputed(vllm_config: Any) -> bool:
 
 
 def warn_of_seeds(version: str) -> None:
-    """Log a warning if each process has its own hash seed: later processes do not find its blocks."""
+    """Log a warning if each process seeds its keys differently, so that later processes find no blocks."""
     number = minor(version)
     if number is not None and number < SINCE_STEADY_KEYS and os.getenv("PYTHONHASHSEED") is None:
         logger.warning(

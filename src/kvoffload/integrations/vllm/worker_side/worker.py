@@ -132,8 +132,8 @@ class KVOffloadWorker(OffloadingWorker):
     def wait(self, job_ids: set[int]) -> None:
         """Wait until these jobs have ended. Their blocks and slots may then be reused.
 
-        If waiting fails, the jobs that have not ended count as failed. If fences come late, stores that were
-        in progress when this method was called are dropped.
+        If waiting fails, the jobs that have not ended count as failed. With `fences_come_late`, stores that
+        were being copied when this method was called are dropped.
         """
         known = {job_id for job_id in job_ids if job_id in self._jobs}
         for job_id in known:
