@@ -43,7 +43,7 @@ HOPELESS: Final = (NEW_PROMPT, CONTINUES, AFTER_SHARED_PROMPT)
 
 _NAMES = list(MEANINGS)
 NUMBERS = {name: number for number, name in enumerate(_NAMES, 1)}
-"""Number of each reason in `Misses.reasons`; 0 is a hit."""
+"""Mapping: reason -> code of the reason in `Misses.reasons`, where 0 is a hit."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def _joined(
 
 
 def _kinds(trace: Trace, compared: Beginnings) -> npt.NDArray[np.int64]:
-    """Return the reason of each request's first uses, as a number of `NUMBERS`."""
+    """Return for each request the reason why first uses of blocks are misses, as a number of `NUMBERS`."""
     kinds = np.where(compared.nearest != NO_REQUEST, NUMBERS[PREFIX_DIFFERS], NUMBERS[NEW_PROMPT])
     is_alike = np.zeros(trace.requests, np.bool_)
     for request, difference in compared.differences.items():

@@ -85,8 +85,8 @@ def read_with_tokens(
 ) -> tuple[Trace, BlockTokens]:
     """Read a recording with token ids or text as a trace, and the tokens of its blocks.
 
-    Arguments and errors as for `convert`. Memory per token of the unique blocks, with blocks of 16 tokens:
-    37 bytes at the peak, 10 bytes afterwards, 5 more bytes in `beginnings`; with blocks of 64: 21, 8 and 1.
+    Arguments and errors as for `convert`. Memory for each token of the unique blocks, with blocks of 16 (64)
+    tokens: 37 (21) bytes at the peak, 10 (8) bytes afterwards, and 5 (1) more bytes in `beginnings`.
     """
     keys = _TokenKeys()
     with tempfile.TemporaryDirectory(prefix="kvoffload-explain-") as directory:

@@ -76,7 +76,7 @@ def _quality(measured: Measured) -> tuple[float, float]:
 
 
 def unlimited_cell(row: PlanRow) -> Cell:
-    """Return the row's cell without a write budget, and with SSDs that admit every block."""
+    """Return the cell of a row, changed to SSDs without a write budget that admit every block."""
     setup = replace(row.setup, ssd_write_budget=0.0, ssd_admission="all")
     return Cell(row.purchase, setup)
 

@@ -23,7 +23,7 @@ class Findings:
         in_time: timed replays of the choice; None if they are not possible (`clock_of`, `Clock.can_time`).
         one_in: the search used one session in this many; 1 means all sessions.
         sampled: rows of a search on a sample; empty if the search used all sessions.
-        endurance: savings lost because of the rating of SSDs; None if no feasible row has a write budget.
+        endurance: savings lost to the write budgets of SSDs; None if no feasible row has a write budget.
     """
 
     fleet: Fleet

@@ -182,7 +182,7 @@ class Fleet:
         return _coarse(useful), [0, *_coarse(drives)]
 
     def server_steps(self, unique_blocks: int) -> list[int]:
-        """List the numbers of servers to try, in doubling steps, up to the first that holds all blocks."""
+        """List the numbers of servers to try, in doubling steps. Superfluous servers are not tried."""
         held = [self.server_blocks(Purchase(0, 0, n)) for n in range(self.prices.server.slots + 1)]
         counts = [n for n in range(1, len(held)) if held[n - 1] < unique_blocks]
         return _coarse([n for n in counts if self.holds_blocks(Purchase(0, 0, n))])

@@ -41,8 +41,8 @@ class Ram(_Part, frozen=True, kw_only=True):
 class Ssd(_Part, frozen=True, kw_only=True):
     """SSD drives. `slots`: largest number of drives per host; 0 means no SSDs.
 
-    The rating of a drive is `writes_per_day` times its capacity per day, for `life_years` years. A purchase
-    must not wear a drive out earlier.
+    A drive is rated for a daily write volume of `writes_per_day` times its capacity, during `life_years`
+    years. A purchase must not exceed this rating.
     """
 
     drive: str = "3.84TB"

@@ -49,5 +49,5 @@ def sessions_in(source: TraceSource, evidence: Evidence, fleet: Fleet) -> int:
 
 
 def scaled(fleet: Fleet, evidence: Evidence, sample: Evidence) -> Fleet:
-    """Return the fleet with caches scaled down to the sample's share of the block references."""
+    """Scale the fleet's caches down in proportion to the sample's share of all block references."""
     return replace(fleet, scale=fleet.scale * evidence.block_refs / sample.block_refs)

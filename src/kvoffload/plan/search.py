@@ -24,7 +24,7 @@ _ROUNDS = 4
 """Largest number of rounds of bisection around the answer; twice as many after a search on a sample."""
 
 Measure = Callable[[Sequence[Cell], int], "list[Measured]"]
-"""Function that measures cells. Its second argument is the number of later cells, for the progress."""
+"""Function that measures cells. The second argument, for the progress, is the number of later cells."""
 Choose = Callable[[Sequence[Measured]], Choice]
 """Function that chooses among rows. The rows include the row without a purchase."""
 
@@ -175,8 +175,8 @@ def confirm(
     Args:
         sampled: choice on the sample.
         rows: rows of the sample.
-        guess: function that chooses among `begin`, which comes first, and the corrected rows; None: step 2
-            uses the neighbours in `sampled`.
+        guess: function that chooses among the row `begin` and the corrected rows, in this order. If it is
+            None, step 2 uses the neighbours in `sampled`.
     """
     purchase, table = sampled.chosen.row.purchase, _Table(space, measure, begin)
     ways = sorted((measured for measured in rows if measured.row.purchase == purchase), key=_quality)

@@ -145,7 +145,7 @@ def best_of_each(rows: Sequence[Measured], *, feasible_first: bool = False) -> l
 
 
 def _rank(measured: Measured) -> tuple[bool, float, bool]:
-    """Sort key of a row, larger for a better row: feasible, then more savings, then LRU, which is simple."""
+    """Sort key of a row, larger for a better row: feasible, then more savings, then LRU (simplicity)."""
     row = measured.row
     return row.feasible, row.saved, (row.policy, row.admission) == (YARDSTICK, "all")
 
@@ -216,7 +216,7 @@ def choose(rows: Sequence[Measured], needed: float | None, difference: Differenc
 
 
 def _alike(lead: Interval | None) -> bool:
-    """Return True if the interval of the lead includes 0 or lies below 0.
+    """Return True if `lead`, the interval of a difference, is not entirely above 0.
 
     Return False if there is no interval.
     """

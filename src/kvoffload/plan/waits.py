@@ -1,7 +1,6 @@
 """Choice of the cheapest purchase within a limit for the time to first token.
 
-A timed replay takes as long as several untimed replays, so this module selects the purchases to time. Knows
-rows and a clock.
+A timed replay takes as long as several untimed replays, so this module selects the purchases to time.
 """
 
 from __future__ import annotations

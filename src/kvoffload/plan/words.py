@@ -37,7 +37,7 @@ _CERTAINTIES = {
     "(likely: the traffic changes slowly)": "(likely: the 95% interval of the difference is above 0, but too "
     "narrow, because the traffic changes slowly)",
 }
-"""Certainty -> certainty with an explanation, which replaces its first occurrence in the answer."""
+"""Mapping: certainty -> text that replaces the first occurrence of this certainty in the answer."""
 
 
 class Section(msgspec.Struct, frozen=True):

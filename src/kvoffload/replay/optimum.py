@@ -51,8 +51,8 @@ def optimum(
     policy that knows the future reaches them. Proof:
 
     - Hits and drops of the LRU device depend on the trace alone (`device_cache`). A use that the device does
-      not serve is a hit only if the tier has held the block since the block's last offer. Each such interval
-      of time is thus worth one hit.
+      not serve is a hit only if the tier has held the block since the block's last offer. The interval of
+      time from the last offer to such a use is thus worth one hit, if the tier keeps the block during it.
     - At most `capacity_blocks` of the kept intervals may overlap. Belady's greedy rule (keep the intervals
       that end first) maximises the number of kept intervals. If two intervals end in the same request, the
       interval of the deeper block counts as the later end.
@@ -61,9 +61,9 @@ def optimum(
       its parent. The tier therefore holds a leading run of the blocks that a request needs from it, and every
       use of a held block is a prefix hit.
 
-    With ``on-compute``, each request offers all its blocks again. So a block is not kept for a use that the
-    device serves. Other simulators keep the block until the next use that the device does not serve, and call
-    the result OPT. Their OPT is no upper bound: its hit ratio is up to 0.01 lower on recorded traces.
+    With ``on-compute``, a use that the device serves also offers the block again. So the tier need not keep a
+    block for such a use. OPT of other simulators keeps the block until the next use that the device does not
+    serve. Their OPT is no upper bound: its hit ratio is up to 0.01 lower on recorded traces.
 
     Args:
         capacity_blocks: capacity of the tier.
@@ -134,7 +134,7 @@ class _Demand(Struct):
         served: for each request, the number of leading blocks that its device serves.
         offered: index in `Trace.refs` of each offered block, one request after the other.
         ends: request `i` makes the offers ``offered[ends[i]:ends[i + 1]]``.
-        next_place: for each reference, the place of its block after this use (see the comment above).
+        next_place: for each reference, the *place* of the block after this use, as the comment above defines.
     """
 
     offsets: ReadI64Array

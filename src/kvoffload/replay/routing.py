@@ -19,7 +19,7 @@ Routing: TypeAlias = Annotated[str, OneOf(ROUTINGS)]
 Instances: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 
 _ALIKE = 0.5
-"""Share of a session's first prompt that must be known for `PREFIX` to choose the engine by the prompt."""
+"""`PREFIX` chooses an engine by a session's first prompt only if this share of the prompt is known."""
 _MOST_LOAD = 1.5
 """An engine is overloaded if its load exceeds this multiple of the mean load.
 
@@ -33,10 +33,10 @@ def route(trace: Trace, instances: int, routing: str = SESSION) -> _Instances:
     """Assign an engine, 0 to `instances` - 1, to each request; shape ``(requests,)``. Deterministic.
 
     - `SESSION`: round robin over sessions; all requests of a session go to one engine.
-    - `PREFIX`: all requests of a session go to one engine, which depends on the session's first prompt. The
-      known blocks of this prompt are its leading blocks that any engine has served before. If at least half
-      of the prompt is known, the chosen engine is the last one that served the deepest known block. If less
-      is known, or if this engine is overloaded, the engine with the fewest references is chosen. Source:
+    - `PREFIX`: all requests of a session go to one engine, which depends on the session's first prompt. Its
+      leading blocks are *known* if any engine has served them before. If at least half of the prompt is
+      known, the chosen engine is the engine that most recently served the last known block. If less is
+      known, or if this engine is overloaded, the engine with the fewest references is chosen. Source:
       SGLang's cache-aware router. Differs: the load of an engine is its number of references, because a trace
       has no observed loads.
     - `ROUND_ROBIN`: each request goes to the next engine.

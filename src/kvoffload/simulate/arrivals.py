@@ -89,11 +89,11 @@ class Shares:
 
     Args:
         whole: arrivals of all requests.
-        requests_of: for each engine, the numbers in the whole trace of its requests, in order.
+        requests_of: for each engine, its requests in order, by their numbers in the whole trace.
 
     Attributes:
-        of_engines: arrivals at each engine, with the request numbers of the engine's own trace. `begin` of
-            each must be called before `begin` of `Shares`.
+        of_engines: arrivals at each engine, with the request numbers of the engine's own trace. Call
+            `begin` of each element before `begin` of `Shares`.
     """
 
     def __init__(self, whole: Recorded | AtOnce, requests_of: Sequence[Sequence[int]]) -> None:

@@ -6,9 +6,9 @@ ratios; no traces, policies or caches.
 
 Source: Kuensch, The jackknife and the bootstrap for general stationary observations, Annals of Statistics
 17(3), 1989, with fixed, non-overlapping windows as in Carlstein, Annals of Statistics 14(3), 1986. Each
-request is in exactly one window, so all requests have equal weight. Overlapping windows would underweight
-both ends of a trace, but would estimate the ends of the intervals slightly more exactly. To compare replays
-of a trace, one sum per window of each replay is enough.
+request is in exactly one window, so all requests have equal weight. Overlapping windows would give
+less weight to the first and last requests of a trace, but slightly more exact bounds of the intervals. A
+comparison of replays needs only one sum for each window and replay.
 """
 
 from __future__ import annotations

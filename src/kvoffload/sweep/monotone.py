@@ -37,7 +37,7 @@ class Measured(NamedTuple):
 
 
 def less_with_more(measured: Iterable[Measured]) -> list[str]:
-    """Return a list with one sentence about the losses, the largest loss first; empty if there is no loss."""
+    """Describe the losses in one sentence, the largest loss first. Returns [] if there is no loss."""
     curves: dict[Hashable, list[Measured]] = {}
     for point in sorted(measured, key=lambda point: point.ram):
         curves.setdefault(point.configuration, []).append(point)

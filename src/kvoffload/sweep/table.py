@@ -183,7 +183,7 @@ def rows_of(runs: Runs, *, block_bytes: int | None = None, timings: bool = False
 
     Args:
         block_bytes: bytes of a block; None if unknown.
-        timings: add the column of seconds.
+        timings: True to add the column of seconds.
     """
     points, measured = runs.points, runs.measured
     baselines, best = baselines_of(points), _best(points, measured)
