@@ -58,10 +58,10 @@ class Owner:
     """A thread with an event loop.
 
     If a caller is cancelled or interrupted, its job stops waiting for tiers. The call returns only after the
-    job has ended, even if the caller is cancelled again: until then a copy may use the caller's tensors.
+    job has ended, even after a second cancellation, because the job may still copy the caller's tensors.
 
     Thread: any, except the owner's own. A signal handler may call `close` while the interrupted thread is in
-    a call. In a forked child, which has no such thread, calls raise `MisuseError`.
+    a call. In a forked child, calls raise `MisuseError`.
     """
 
     def __init__(self) -> None:

@@ -17,8 +17,8 @@ from kvoffload.core.tenants import OTHER, Quota
 
 _REASONS = frozenset(("", "stop", "length", "abort", "tool_calls", "error", "repetition", "content_filter"))
 MOST_HINTS = 4096
-"""Largest number of hints that have a number at the same time. The next new hints drop all these numbers;
-later records assign new numbers."""
+"""Largest number of hints that have a number at the same time. If new hints would exceed this limit, all
+earlier hints lose their numbers, and get new numbers when they occur again."""
 
 
 class HintNumbers:

@@ -255,7 +255,7 @@ class Parts:
         self._end_cut(cut)
 
     def _complete_beginning(self) -> None:
-        """Replace the header of the current part by the header and state that the cut has written."""
+        """Replace the header of the current part by the header and state in the file `_beginning`."""
         with self.path.open("rb") as source:
             file = self._beginning.open("ab")
             try:

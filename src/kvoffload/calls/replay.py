@@ -60,7 +60,7 @@ class _OpenPlan:
 
 
 class _Result(NamedTuple):
-    """The result of a call, in the form of `Record.further`, and its plan."""
+    """The result of a call, in the form of `Record.further`, and the plan that the call returned."""
 
     words: list[int]
     plan: LoadPlan | StorePlan | None = None

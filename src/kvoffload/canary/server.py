@@ -92,7 +92,7 @@ class Server:
 
     Thread: any. Every method raises `CanaryError` if the server gives no usable answer.
 
-    Raises: `ConfigError` for any other URL, or a model that is not served.
+    Raises: `ConfigError` for an invalid `url`, or a `model` that is not served.
     """
 
     def __init__(

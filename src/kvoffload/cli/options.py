@@ -231,7 +231,7 @@ class OutputOptions:
     force: bool = option(False, "Replace existing files.")
 
     def check_outputs(self, problems: Problems, **others: Path | None) -> None:
-        """Check that without ``--force`` no existing file would be replaced.
+        """Check that no output file exists already, unless ``--force`` is given.
 
         `others`: output files of the command's other options, by name of the option.
         """

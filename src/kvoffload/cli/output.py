@@ -59,9 +59,9 @@ def plain_text(shown: RenderableType, width: int = _WIDTH) -> bytes:
 
 
 def confirm(question: str) -> None:
-    """Ask the user a question, and return if the answer is yes.
+    """Ask the user a question. Returns only after the answer yes.
 
-    If the answer is no, say that nothing was deleted, and exit with code 1.
+    If the answer is no, prints that nothing was deleted, and exits with code 1.
 
     Raises: `click.Abort` after an interrupt. `ConfigError` if standard input has ended, as in a script.
     """

@@ -139,7 +139,7 @@ class LoadedCacheOptions(CacheOptions, LoadOptions):
     """Options of replays without simulated time: the caches and the assumed load."""
 
     def config(self, trace: Trace, block_bytes: int | None) -> ReplayConfig:
-        """Create the configuration of the replay: the caches and the assumed load."""
+        """Create the configuration of the replay: caches, decode speed and number of waiting requests."""
         return replace(
             super().config(trace, block_bytes),
             decode_tokens_per_s=self.decode_tokens_per_s or 0.0,

@@ -42,7 +42,7 @@ def check_alone() -> None:
 def replay_calls(path: Path, *, is_json: bool, output: Path | None, quiet: bool) -> bool:
     """Replay a recording and show the outcome; returns True if all decisions are equal.
 
-    `path`: path of one part. The path of the first part means all parts that exist.
+    `path`: one part of the recording. If it is the first part, all parts that exist are replayed.
     """
     parts = parts_of(path) or [path]
     try:

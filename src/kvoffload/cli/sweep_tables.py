@@ -36,7 +36,7 @@ class _Cell(NamedTuple):
 
 
 _Line = dict[str, _Cell]
-"""Cells of one line of a table, by capacity as typed."""
+"""One line of a table: capacity as typed by the user -> cell."""
 
 
 class _Several(NamedTuple):

@@ -167,7 +167,7 @@ def _remembered_interrupts() -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[int | None]:
-    """Make the terminal pass on keys without Enter.
+    """Set the terminal to deliver each key press at once, without Enter.
 
     Yields the file descriptor of standard input, or None if it is no terminal.
     """

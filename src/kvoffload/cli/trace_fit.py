@@ -1,4 +1,4 @@
-"""``kvoffload trace fit``: fit a workload to a recording, and report the distance."""
+"""``kvoffload trace fit``: fit a workload to a recording, and report the differences."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class FitOptions(ReadOptions, FormatOptions):
 @click.command()
 @options_of(FitOptions)
 def fit(options: FitOptions) -> None:
-    """Fit the parameters of a built-in workload to TRACE, and report the distance.
+    """Fit the parameters of a built-in workload to TRACE, and report the differences.
 
     Prints a command that generates the workload. You can share this command if you cannot share the
     recording. To scale the workload, change --sessions and --sessions-per-minute. The workload differs from

@@ -44,7 +44,7 @@ _BESIDES = {
     *("global_head_dim", "num_global_key_value_heads", "swa_head_dim", "swa_num_key_value_heads"),
     *("attention_other_setting", "block_configs", "per_layer_config"),
 }
-"""Configuration keys of models that are refused: they store more than keys and values, or layers differ."""
+"""Configuration keys of refused models, which store more than keys and values or have different layers."""
 _UNCLEAR_TYPES = {"longcat_flash"}
 """Model types that are refused: each layer has two attentions, so the number of layers is ambiguous."""
 _EXPANDED = {"minicpm3"}
@@ -219,7 +219,7 @@ def _of_config(model: str, config: Mapping[str, Any], number_bytes: int) -> int:
 
 
 def _numbers(model: str, text: Mapping[str, Any]) -> Callable[..., int]:
-    """Return a function: keys -> the first positive integer under one of these keys of `text`.
+    """Return a function that takes keys, and returns the first positive integer in `text` under these keys.
 
     If there is none, the function returns its argument `default` or raises `ConfigError`.
     """

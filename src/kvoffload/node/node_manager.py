@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 PATIENCE_S, RESET_PATIENCE_S = 0.05, 5.0
 """Longest wait for the lock, in seconds: `PATIENCE_S` in most calls, `RESET_PATIENCE_S` in rare calls such as
-`reset` and `close`. After a time-out, calls do not wait, until a call has got the lock."""
+`reset` and `close`. After a time-out, calls try the lock without a wait until a call gets it."""
 MOST_DEFERRED = 1000
 """Limit of deferred reports of uses. The next call that gets the lock executes all of them, while other
 engines wait."""

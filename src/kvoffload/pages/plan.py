@@ -160,7 +160,7 @@ def _places(answer: PlanAnswer) -> Chart:
 
 
 def _short(row: PlanRow) -> str:
-    """Name a purchase below a bar: ``64 GiB``, ``64 GiB + 3.84 TB``, ``64 GiB + 2 servers``."""
+    """Return a purchase's label below a bar: ``64 GiB``, ``64 GiB + 3.84 TB``, ``64 GiB + 2 servers``."""
     parts = [size(row.ram_bytes)] if row.ram_bytes else []
     parts += [size(row.ssd_bytes, 1000)] if row.ssd_bytes else []
     parts += [counted(row.servers, "server")] if row.servers else []

@@ -31,9 +31,9 @@ class PluginFailure(NamedTuple):
 
 
 def plugin_failure(error: BaseException) -> PluginFailure | None:
-    """Describe an exception that a method of a user's class raised. Returns None for any other exception.
+    """Describe an exception that a method of a user's class raised; return None if no such method raised.
 
-    If the class calls this package, which calls the class again, the inner method is described.
+    If methods of user's classes call each other through this package, the innermost method is described.
     """
     found: tuple[TracebackType, str] | None = None
     calls_it, entry = False, error.__traceback__

@@ -115,7 +115,7 @@ def _snapshot(thing: Any, ignore: frozenset[str], seen: dict[int, tuple[int, Any
 
 @functools.cache
 def _fields_of(cls: type[Struct], ignore: frozenset[str]) -> tuple[list[int], list[str]]:
-    """Return the positions of a struct's numbers, and the names of its arrays and nested structs."""
+    """Return the positions of a struct's number fields, and the names of its arrays and nested structs."""
     fields = {name: field for name, field in cls.fields.items() if name not in ignore}
     parts = [name for name, field in fields.items() if not field.is_number]
     return [field.at for field in fields.values() if field.is_number], parts

@@ -204,8 +204,7 @@ class PolicyConformance:
     def test_life_as_a_victim_tier(self) -> None:
         """Check random histories of a victim tier.
 
-        There a block leaves the policy's order while the device holds a duplicate, and returns to the order
-        later.
+        A block leaves the policy's order while the device holds a duplicate, and returns to the order later.
         """
         _run_machine(
             manager_machine(

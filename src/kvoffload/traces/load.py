@@ -1,4 +1,4 @@
-"""Changes of a trace: another load, or a sample of the sessions."""
+"""Transformations of a trace: a higher or lower request rate, or a sample of the sessions."""
 
 from __future__ import annotations
 

@@ -40,11 +40,11 @@ def first_name(*values: object) -> str:
 class NamedSessions:
     """Names the session of each request by the request's fields.
 
-    If a recording has `parent_chat_id`, as Qwen-Bailian's does, `chat_id` names a single request. The chain
-    of parents leads to the first chat, and its name becomes the name of the session.
+    If a recording has `parent_chat_id`, as Qwen-Bailian's does, `chat_id` names a single request. The session
+    then gets the name of the first chat in the chain of parents.
 
-    Memory: the last 131,072 chats. If the parent of a chat is not among these, or has not occurred yet, the
-    parent's name becomes the name of the session.
+    Memory: the last 131,072 chats. If the parent of a chat is not among these chats, the session gets the
+    parent's name.
     """
 
     def __init__(self) -> None:

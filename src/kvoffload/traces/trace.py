@@ -87,8 +87,7 @@ class Trace:
         hints: hints of the requests; None if there are none.
         prompt_tokens: length of each prompt, including the tokens after its last whole block; int64. None if
             the source counts only whole blocks.
-        assumed: assumptions of the conversion that made the file; empty if there are none. `name` has them,
-            too.
+        assumed: assumptions of the conversion that made the file; empty for none. Also a part of `name`.
         sessions: number of each request's session, or -1 if the recording does not name it; int32. None if
             the recording names no sessions.
         served_tokens: mapping: place of the recorded server's cache (``gpu``, ``host``, ...) -> number of

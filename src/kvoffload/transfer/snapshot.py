@@ -1,6 +1,6 @@
 """Copies of a tensor's blocks to host memory, for audits. Slower than the copies that `cuda` makes.
 
-Independent of `cuda`, so that audits can check these copies. `submitted_work` waits for the device.
+Independent of `cuda`, so that audits can check the copies of `cuda`. `submitted_work` waits for the device.
 """
 
 from __future__ import annotations

@@ -78,8 +78,8 @@ class _Buffer:
     def wanted_bytes(self) -> int:
         """Number of bytes to read next.
 
-        Each read doubles the buffer. Each attempt to parse an element begins at its start, so with reads of a
-        fixed size the time would grow with the square of the element's length.
+        Each read doubles the buffer. After each read, the parser starts again at the element's beginning.
+        With reads of a fixed size, the time would thus grow with the square of the element's length.
         """
         return max(_CHUNK_BYTES, len(self._text))
 

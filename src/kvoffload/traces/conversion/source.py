@@ -140,7 +140,7 @@ class Source(ABC):
         return False
 
     def remarks(self) -> list[str]:
-        """Return notes about the result for the user, after the last record."""
+        """Return notes for the user about the result. Called after the last record."""
         return []
 
 

@@ -392,7 +392,7 @@ class _Requests:
         raise BadLineError(f"{field} {now} here, but {before} in line {numbers[there]}")
 
     def without_broken_chains(self) -> _Requests:
-        """Return the requests without those that repeat an id, or contradict an earlier request.
+        """Return the requests that neither repeat an id nor contradict an earlier request.
 
         A request contradicts another if the same id has different predecessors in the two requests.
         """
