@@ -139,8 +139,8 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
     works as before. If vLLM reuses a block during its copy, vLLM's fence delays the reuse, as for blocks of
     finished requests.
 
-    - If the window is larger than the number of free blocks, a block may be dropped one step after its
-      computation. Running requests then store computed blocks at once, as in the mode ``on-compute``.
+    - If the window is larger than the number of free blocks, a block may be computed and dropped within two
+      steps. Running requests then store computed blocks at once, as in the mode ``on-compute``.
     - If a step reuses more blocks than the window contains, for example to load a long prefix, some blocks
       are dropped without an offer. The manager counts these blocks.
     - vLLM takes blocks from the head of the list and adds freed blocks at both ends, so each step moves the
