@@ -893,9 +893,11 @@ def test_a_failing_policy_is_named_and_other_rows_are_kept(chat: str, tmp_path: 
     done = kvoffload("sweep", chat, "--policies", policies, "--capacities", "5%", "--jobs", "1",
                      "--output", output)  # fmt: skip
     assert done.returncode == 1
+    line = Failing.replace.__code__.co_firstlineno + 1
     assert done.stderr == (
-        f"kvoffload: small-chat: {__name__}:Failing, all, on-compute, capacity 5%: ZeroDivisionError: of all "
-        f"things; 1 of 2 rows are kept in {output}.journal: run the same command again to go on\n"
+        f"kvoffload: small-chat: {__name__}:Failing, all, on-compute, capacity 5%: policy Failing: replace "
+        f"raised ZeroDivisionError: of all things (test_sweep.py, line {line}); 1 of 2 rows are kept in "
+        f"{output}.journal: run the same command again to go on\n"
     )
     with pytest.raises(SweepError, match="ZeroDivisionError"):
         Sweep([chat], Grid((f"{__name__}:Failing",)), work=Work(jobs=1)).run()
