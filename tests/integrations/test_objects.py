@@ -260,6 +260,21 @@ def test_a_load_without_room_ends_at_its_deadline() -> None:
     assert read(store, [1], BLOCK) == [content(1, BLOCK)]
 
 
+@pytest.mark.parametrize("zero_copy", [False, True])
+def test_a_load_begins_no_reads_after_its_deadline(zero_copy: bool) -> None:
+    tier, now = ScriptedTier(BLOCK, immediate=True), [0.0]
+    store = store_of(tier, zero_copy=zero_copy, clock=lambda: now[0])
+    write(store, [*range(40)], BLOCK)
+
+    def take_a_second(method: str) -> None:
+        now[0] += method == "submit_read"
+
+    tier.read_limit, tier.on_call = 1, take_a_second
+    memory = np.zeros(40 * BLOCK, np.uint8)
+    assert store.load([key(number) for number in range(40)], extents(memory, BLOCK)).sum() == 10
+    assert now[0] == 10.0, "deadline_s"
+
+
 def test_too_large_an_object_is_a_miss(caplog: pytest.LogCaptureFixture) -> None:
     store = store_of(ScriptedTier(BLOCK, immediate=True), staging=4 * BLOCK)
     assert write(store, [1], 5 * BLOCK) == [False]

@@ -476,7 +476,8 @@ class ObjectStore:
 
     def _end_load(self, batch: _Batch, memory: Extents, until: float) -> None:
         while batch.jobs or batch.awaits_room:
-            if not (self._end_jobs(batch, until) if batch.jobs else self._may_wait(until)):
+            has_waited = self._end_jobs(batch, until) if batch.jobs else self._may_wait(until)
+            if not has_waited or self._clock() >= until:
                 break
             with self._lock:
                 self._poll()  # jobs of another call may have ended
