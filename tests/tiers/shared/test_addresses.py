@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from kvoffload.tiers.shared.addresses import Addresses, SocketAddress, race
 from kvoffload.tiers.shared.remote_errors import ServerError
 from kvoffload.tiers.shared.server import RemoteOptions
 from kvoffload.tiers.spec import TierOwner
+from kvoffload.tiers.valkey import login
 from kvoffload.tiers.valkey.cluster import ClusterTier
 from kvoffload.tiers.valkey.cluster_map import Address
 from kvoffload.tiers.valkey.login import PASSWORD, Connector
@@ -306,3 +309,57 @@ def test_connector_without_a_file_keeps_the_password(monkeypatch: pytest.MonkeyP
     with pytest.raises(ConnectionRefusedError):
         connector(("127.0.0.1", 1), later())
     assert connector.login.password == "kept"
+
+
+class WatchedLock:
+    """A lock that reports each attempt to acquire it."""
+
+    def __init__(self, attempted: threading.Event) -> None:
+        self._lock, self._attempted = threading.Lock(), attempted
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self._attempted.set()
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def test_a_password_and_certificates_that_change_at_once_are_both_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A thread that had read the old certificates put them back together with the new password."""
+    password, pem, old = tmp_path / "password", tmp_path / "ca.pem", ssl.create_default_context()
+    password.write_text("old")
+    pem.write_text("old")
+    connector = Connector(Login("", "old", old), str(password), tls_files=(str(pem), "", ""))
+    other_moved = threading.Event()  # it has ended, or waits for this thread
+    connector._renewing = WatchedLock(other_moved)  # type: ignore[assignment]
+
+    def connect() -> None:
+        with suppress(ConnectionRefusedError):
+            connector(("127.0.0.1", 1), later())
+
+    def connect_and_tell() -> None:
+        connect()
+        other_moved.set()
+
+    other = threading.Thread(target=connect_and_tell)
+
+    def slow_replace(login: Login, **changes: Any) -> Login:
+        if "password" in changes and threading.current_thread() is not other and not other.ident:
+            other.start()
+            other_moved.wait()
+        return replace(login, **changes)
+
+    monkeypatch.setattr(login, "replace", slow_replace)
+    monkeypatch.setattr(login, "tls_context", lambda *files: ssl.create_default_context())
+    password.write_text("new")
+    pem.write_text("renewed")
+    connect()
+    other.join()
+    assert connector.login.password == "new"
+    assert connector.login.tls is not old
+    connect()
+    assert connector.login.tls is not old

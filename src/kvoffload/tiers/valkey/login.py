@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import ssl
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -82,20 +83,25 @@ class Connector:
     ) -> None:
         self.login, self._password_file, self._silence_s = login, password_file, silence_s
         self._tls_files, self._stamps = tls_files, _stamps_of(tls_files)
-        self._addresses = Addresses()
+        self._addresses, self._renewing = Addresses(), threading.Lock()
 
     def __call__(self, address: Address, deadline: float) -> Connection:
         """Connect and log in by a deadline (of `time.monotonic`). Raises the errors of `Connection`."""
-        if self._password_file:
-            with contextlib.suppress(OSError, UnicodeDecodeError):
-                password = password_in(self._password_file)
-                if password and password != self.login.password:
-                    self.login = replace(self.login, password=password)
-        if (stamps := _stamps_of(self._tls_files)) != self._stamps:
-            with contextlib.suppress(ConfigError):
-                self.login = replace(self.login, tls=tls_context(*self._tls_files))
-                self._stamps = stamps
+        self._renew_login()
         return Connection(*address, self.login, deadline, self._addresses, self._silence_s)
+
+    def _renew_login(self) -> None:
+        # Two threads that replace the login at once could undo each other's change.
+        with self._renewing:
+            if self._password_file:
+                with contextlib.suppress(OSError, UnicodeDecodeError):
+                    password = password_in(self._password_file)
+                    if password and password != self.login.password:
+                        self.login = replace(self.login, password=password)
+            if (stamps := _stamps_of(self._tls_files)) != self._stamps:
+                with contextlib.suppress(ConfigError):
+                    self.login = replace(self.login, tls=tls_context(*self._tls_files))
+                    self._stamps = stamps
 
 
 def _stamps_of(paths: Sequence[str]) -> list[tuple[int, ...]]:
