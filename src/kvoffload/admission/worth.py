@@ -19,11 +19,11 @@ MOST_COUNTED = 16
 _PRICED_EVERY = 2_000
 """References between two calculations of the price."""
 _MEMORY, _PACE_MEMORY = 0.998, 0.98
-"""Decay factors: each calculation of the price multiplies the older counts by them. `_MEMORY` is for the
-counts behind the expected uses, which decay to 1/e within a million references. `_PACE_MEMORY` is for the
-offered blocks and the budget earned, which decay to 1/e within a hundred thousand references."""
+"""Factors by which each calculation of the price multiplies the older counts. With `_MEMORY` the counts of
+uses decay to 1/e within a million references. With `_PACE_MEMORY` the counts of offered blocks and of the
+earned budget decay to 1/e within a hundred thousand references."""
 WARM_UP = 5_000
-"""References to count before any block is admitted. With fewer, the first prices waste the budget."""
+"""Number of references before the first admission. After fewer references, prices would waste the budget."""
 _DOUBT = 2.0
 """Number of fictitious blocks without a further use. They are added to the observed blocks with 1, 2, 3, ...
 requests each, and keep the expected uses low while few blocks were observed."""
