@@ -105,7 +105,7 @@ class KVCache:
         return self._owner.run(self._jobs.reset(limit), limit)
 
     def stats(self) -> CacheStats:
-        """Return counters: ``hit_tokens`` by source, ``ram`` and ``tiers``."""
+        """Return the counters of the cache."""
         return self._owner.run(self._jobs.stats(), Limit(math.inf))
 
     def observe(self, observer: Observer) -> None:

@@ -114,9 +114,9 @@ class Owner:
         return ended.result().result()
 
     def close(self, last: Coroutine[Any, Any, None], limit: Limit) -> None:
-        """Refuse new jobs, end the waits of running jobs, run the job `last`, and end the thread.
+        """Refuse new jobs, end the waits of running jobs, run one more job, `last`, and end the thread.
 
-        An interrupt ends the waits of `last`. A second call, or a call in a forked child, does nothing.
+        An interrupt ends the waits of that job. A second call, or a call in a forked child, does nothing.
         """
         if self._is_elsewhere or not self._first_close.acquire(blocking=False):
             last.close()
@@ -193,8 +193,8 @@ class _Ended(Generic[T]):
     def claim(self) -> bool:
         """Return True at the first call only.
 
-        The owner calls `claim` before it begins the job, an interrupted caller before it drops the job. If
-        the result is False, they do not: so a job either runs or is dropped.
+        The owner begins the job only if its call of `claim` returns True. An interrupted caller drops the job
+        only if its call returns True. So a job is either run or dropped.
         """
         return self._first_claim.acquire(blocking=False)
 
