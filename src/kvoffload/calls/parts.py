@@ -130,8 +130,8 @@ class Parts:
     def rotate_if_due(self) -> None:
         """Begin a new part if the current part is large enough. Call this method between two records.
 
-        While a cut runs, begins no part. Once the cut has ended, inserts the cut's state at the beginning of
-        the current part.
+        Does not begin a part while a cut is running. When the cut has ended, inserts the cut's state at the
+        beginning of the current part.
         """
         if self.ended is not None:
             return

@@ -130,8 +130,7 @@ class CallReplay:
     Args:
         reader: the recording, or a part of the recording.
         manager: a new manager; by default with the recorded configuration.
-        before: the replay of the previous part. If this part has no state, it continues with the state of
-            `before`.
+        before: the replay of the previous part, which provides the state if the recorded part has no state.
 
     Raises: `TraceError` for a part whose state is missing or cannot be read.
     """
