@@ -39,9 +39,9 @@ class Judgement:
     """Judgement of answers from a cache: their differences from the reference are compared with the noise.
 
     Attributes:
-        is_alarm: True if a difference exceeds `threshold`. Also True for a *shift*, as by one wrong layer: at
-            least half of the differences exceed both `noise` and 0.01, `confidence` is almost 1, and
-            `rounds_alike` is True.
+        is_alarm: True if a difference exceeds `threshold`. Also True for a *shift*, which one wrong layer can
+            cause: at least half of the differences exceed both `noise` and 0.01, `confidence` is almost 1,
+            and `rounds_alike` is True.
         threshold: limit of a difference, in log-probability.
         noise: largest difference between sound answers, in log-probability.
         largest: largest difference of an answer from the cache, in log-probability.
@@ -74,11 +74,10 @@ def judge(noise: Sequence[float], measured: Sequence[float], *, rounds_alike: bo
 
 
 def _confidence(noise: Sequence[float], measured: Sequence[float]) -> float:
-    """Return 1 minus the p-value of the differences in `measured` that exceed all `noise`.
+    """Return 1 minus the p-value of an exact permutation test; 0 if k is 0 or `noise` is empty.
 
-    The p-value is exact: if the values of both lists were mixed at random, it is the probability that the k
-    largest values are all in `measured`, where k is the number of these differences. Returns 0 if k is 0 or
-    `noise` is empty. Source: permutation test.
+    Let k values of `measured` exceed every value of `noise`. The p-value is the probability that the k
+    largest values are all in `measured` if the values of both lists are mixed at random.
     """
     loudest = max(noise, default=0.0)
     above = sum(size > loudest for size in measured)
