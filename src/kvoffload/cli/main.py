@@ -44,7 +44,7 @@ _COMMANDS = {
 
 @contextlib.contextmanager
 def _no_exit_of_click() -> Iterator[None]:
-    """Raise `BrokenPipeError` without its number. Click would exit with 1, the code of a failed check."""
+    """Clear the `errno` of a `BrokenPipeError`: click would exit with 1, the code of a failed check."""
     try:
         yield
     except BrokenPipeError:
