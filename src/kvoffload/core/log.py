@@ -68,13 +68,13 @@ PREPARE_STORE, COMPLETE_STORE, KEEP = 12, 13, 14
 KIND_BITS = 8
 ADMITTED, FAILED = 1 << KIND_BITS, 2 << KIND_BITS
 """Flags in the word of the kind. `ADMITTED`: `prepare_store` was called with ``admitted=True``. `FAILED`: the
-call raised an exception before its kernel recorded a result; until then the call only extended the path."""
+call raised an exception before its kernel recorded a result. Such a call has only extended the path."""
 
 KIND, SUBJECT, NUM_NEW, NUM_RUNS, NUM_MORE, HEADER = 0, 1, 2, 3, 4, 5
 """Words of a record's header, which has `HEADER` words. `KIND`: kind and flags. `SUBJECT`: number of the
-request, or 0 without a request; if the call ends a plan, number of the plan. `NUM_NEW`: number of new keys of
-the path. `NUM_RUNS`: number of runs. `NUM_MORE`: number of further words. The header is followed by the keys,
-the runs (start and length of each) and the further words."""
+request or, if the call ends a plan, of the plan; otherwise 0. `NUM_NEW`: number of new keys of the path.
+`NUM_RUNS`: number of runs. `NUM_MORE`: number of words after the runs. The keys follow the header. The start
+and length of each run follow the keys. The other words come last."""
 
 STORE_NUMBERS = 5
 """Number of words before the slots in the record of a store. The words are the numbers of stored, missing,

@@ -654,9 +654,8 @@ class OffloadingManager:
         Call this method regularly while it returns True, for instance once a scheduler step.
 
         Args:
-            num_blocks: approximate number of blocks that this call adds to the new policy. If requests use
-                blocks faster than the calls add them, later calls add more, so that the change ends. Cost:
-                1 us for each block.
+            num_blocks: approximate number of blocks that this call adds to the new policy, 1 us each. Later
+                calls add more if requests use blocks faster, so that the change ends.
         """
         change, num_blocks = self._change, check_integer("num_blocks", num_blocks, MAX_POSITIONS, 0)
         if change is not None and change.advance(self._state, num_blocks):

@@ -234,8 +234,8 @@ class BlockwisePolicy(EvictionPolicy):
     def refresh(self, slot: int) -> None:
         """Move the block in `slot` to the place of a block that was just used, but count no use.
 
-        Called for blocks that a request has stored, and for its repeated accesses of a block. The blocks of a
-        request are refreshed from last to first, so that its first block becomes the most recent.
+        Called after a request has stored the block, and when the request accesses it again. The blocks of a
+        request are refreshed from last to first, so that the first block becomes the most recent.
         """
 
     @abstractmethod

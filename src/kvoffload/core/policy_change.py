@@ -206,9 +206,9 @@ def remove(own: State, used: Used) -> None:
 
 @kernel
 def _take_coldest(own: State, slots: I32Array, reused: BoolArray) -> int:
-    """Remove the coldest recent blocks: at most ``len(slots)`` blocks that the same call used or stored.
+    """Remove the coldest recent blocks: at most ``len(slots)`` blocks, all used or stored by the same call.
 
-    Writes them to the end of `slots`, with the coldest block last. Returns their number.
+    Writes their slots to the end of `slots`, with the coldest block last. Returns their number.
     """
     links, sentinel, stamps = own.taken.recent.links, own.taken.recent.num_positions, own.taken.stamps
     count, room = 0, slots.shape[0]
@@ -275,7 +275,7 @@ class PolicyChange:
     def adopt_all(self, cache: Cache, ordered: SlotArray) -> None:
         """Add all blocks to the new policy. Used if one of the policies is in Python.
 
-        `ordered`: slots of all blocks of the old policy, for an old policy whose `order` returns None.
+        `ordered`: slots of all blocks of the old policy, used if its `order` returns None.
         """
         order = self.old.order()
         self._adopt(cache, ordered if order is None else np.array(order, np.int32))
@@ -322,7 +322,7 @@ class PolicyChange:
             self.new.replace_in(new, cache.memory, self._path)
 
     def _give_recent(self, state: State, cache: Cache) -> int:
-        """Add the coldest recent blocks, all from one call, to the new policy; return the cost, in blocks."""
+        """Move the blocks that `_take_coldest` finds to the new policy; return the cost, in blocks."""
         slots, reused = np.empty(_CHUNK, np.int32), np.empty(_CHUNK, np.bool_)
         count = _take_coldest(state.memory, slots, reused)
         slots, reused = slots[_CHUNK - count :], reused[_CHUNK - count :]

@@ -19,10 +19,10 @@ ONCE, AGAIN = 0, 1
 
 
 def known_keys(index: Index, is_needed: bool) -> KeyLists:
-    """Create the two lists. Each has room for one key per slot of the tier, or no room if not `is_needed`.
+    """Create lists `ONCE` and `AGAIN`, each with room for one key per slot; no room if not `is_needed`.
 
-    This is enough for a device with as many blocks as the tier. With a larger device the least recently used
-    keys are forgotten, and their blocks return as new. Memory: 56 bytes and two keys per slot.
+    If the device has more blocks than the tier, the least recently used keys are forgotten. The blocks of
+    forgotten keys return as new. Memory: 56 bytes and two keys per slot.
     """
     return KeyLists(2 * len(index.keys) if is_needed else 0, index.key_bytes, 2)
 

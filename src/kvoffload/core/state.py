@@ -98,11 +98,11 @@ class Entering(Struct):
     Attributes:
         keys: keys of the missing blocks, in the order of the offer.
         rows: row of each missing block in the offered batch.
-        slots: slots for the first `count` missing blocks: first `num_free` free slots, then slots of
-            duplicates up to ``num_given - 1``, then the slots of victims, which the policy writes.
+        slots: slots for the first `count` missing blocks. ``slots[:num_free]`` are free slots;
+            ``slots[num_free:num_given]`` hold duplicates. The policy writes the victims' slots to the rest.
         evicted: keys of the evicted duplicates and victims.
         count: number of blocks to store.
-        num_offered, num_missing: number of offered blocks, and number of absent blocks among them.
+        num_offered, num_missing: number of offered blocks, and number of absent offered blocks.
         num_dropped, num_refused: as in `StorePlan`.
         one_prefix: 1 if the blocks follow one another in the prefix of one request.
         admitted: 1 if the policy must accept all blocks.
@@ -223,8 +223,8 @@ def note_move(cache: Cache, slot: int) -> None:
 def coldest_evictable(cache: Cache, path: Path, links: I32Matrix, slot: int, sentinel: int) -> int:
     """Search a list from `slot` towards the head; return the first evictable block, or the sentinel.
 
-    With quotas, a search from the tail starts after the blocks that an earlier search has skipped. So if
-    `replace` of a compiled policy moves a block to the head of its list, it must call `note_move`.
+    With quotas, a search from the tail starts after the blocks that an earlier search has skipped. So a
+    compiled policy whose `replace` moves a block to the head of a list must call `note_move`.
     """
     return coldest_of(cache, path, links, slot, sentinel, sentinel)
 

@@ -454,9 +454,9 @@ def _row_of(tenants: Tenants, key: int) -> int:
 def resume_search(tenants: Tenants, links: I32Matrix, key: int, sentinel: int) -> int:
     """Return the coldest block that a search from the tail of a list must check.
 
-    All colder blocks belong to tenants that are not givers: earlier searches have passed them and remembered
-    a place (`remember_place`), in a stack for each list and set of givers. A place is valid until its block
-    moves. New blocks join the list at the head, so the colder blocks can only become fewer.
+    Uses the blocks that earlier searches passed to `remember_place`, in a stack for each list and set of
+    givers. No block of a giver is colder than a remembered block, as long as the remembered block does not
+    move: new blocks join the list at the head.
     """
     marks, row = tenants.marks, _row_of(tenants, key)
     if marks[row, _KEY] == key and marks[row, _MASK] == tenants.givers:

@@ -43,8 +43,8 @@ def log_load(log: Log, path: Path, kind: int, count: int, load: Pinned, result: 
 def log_store(log: Log, path: Path, new: Entering, kind: int, stored: int) -> None:
     """Append a store to the log.
 
-    A successful store gets the next number of a plan. Its record has counts, slots and missing rows. The
-    record of a failed store has only the negative code `stored`.
+    A successful store gets the next number of a plan. Its record has the counts, the slots, and the rows of
+    missing blocks. The record of a failed store has only the negative code `stored`.
     """
     if kind == LOG_KEEP:
         put_number(log, path, kind, new.num_offered, new.num_missing)

@@ -57,10 +57,10 @@ def count_room(cache: Cache, path: Path, wanted: int) -> int:
 
 @inline
 def has_room_without_expected(cache: Cache, path: Path, wanted: int) -> bool:
-    """Return True if `wanted` new blocks fit without the slots of expected blocks.
+    """Return True if some blocks are expected, and `wanted` new blocks fit without the slots of these blocks.
 
-    The store must then spare the expected blocks. Returns False if no block is expected. Cost: O(1) if there
-    is ample room, otherwise O(expected keys).
+    If the result is True, the store must spare the expected blocks. Cost: O(1) if there is ample room,
+    otherwise O(expected keys).
     """
     keys = cache.expected.keys
     if num_expected(cache.expected) == 0:

@@ -25,8 +25,8 @@ from kvoffload.structures.structs import call_2
 def offer_shrink(cache: Cache, path: Path, batch: KeyBatch, new: Entering) -> int:
     """Prepare to evict one block for each key of the batch; return how many blocks may leave, or an error.
 
-    No slot may be free. The policy receives the keys as new blocks, which are removed at once. The policy's
-    `observe` is not called. Quotas protect the minimum of each tenant.
+    Call this only if no slot is free. The policy receives the keys as new blocks, which are removed at once.
+    The policy's `observe` is not called. Quotas protect the minimum of each tenant.
     """
     count = add_batch(path, batch)
     if count < 0:
