@@ -125,7 +125,7 @@ def beginnings(trace: Trace, tokens: BlockTokens | None = None) -> Beginnings:
 
 
 def _nearest(trace: Trace, known: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the latest earlier request that continues the known blocks of each request."""
+    """Return, for each request, the latest earlier request that continues the request's known blocks."""
     longer = np.full(trace.unique_blocks, NO_REQUEST, np.int64)
     nearest = np.full(trace.requests, NO_REQUEST, np.int64)
     offsets = trace.offsets.tolist()
@@ -237,7 +237,7 @@ def _equal_blocks(
 ) -> int:
     """Count the leading blocks with equal tokens.
 
-    The first `count` blocks are equal. Further blocks can be equal if the `cache_salt` differs.
+    The first `count` blocks are equal. If the salts of the prompts differ, later blocks can be equal, too.
     """
     shared = min(len(codes), len(earlier_codes))
     differs = prefixes[codes[count:shared]] != prefixes[earlier_codes[count:shared]]
