@@ -72,7 +72,7 @@ WITHOUT_EFFECT = frozenset(
 the weights."""
 
 SEED, LOAD_FORMAT, DUMMY = "random_seed", "load_format", "dummy"
-"""Two arguments, and the load format of random weights. With other weights the seed does not affect KV."""
+"""Names of two arguments; load format of random weights. Other weights ignore the seed."""
 
 RESOLVED = (
     SEED, "model_path", "revision", "speculative_draft_model_path", "speculative_draft_model_revision",

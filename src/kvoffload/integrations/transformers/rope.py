@@ -89,7 +89,7 @@ def probe_rope(model: Any, longest: int, kv_of: Callable[[list[int]], list[torch
 
 
 class Outcome(enum.Enum):
-    """Outcome when a rotary module is called with a longer sequence."""
+    """Effect of a longer sequence on the results of a rotary module."""
 
     SAME = "the results for the leading tokens are the same"
     CHANGES = "they differ"

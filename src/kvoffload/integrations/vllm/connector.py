@@ -123,7 +123,7 @@ class KVOffloadConnector(OffloadingConnector):
             self._recording.recorder.close()
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Watch vLLM's new pool of GPU blocks for dropped and for uncomputed blocks, if needed."""
+        """Watch vLLM's pool of GPU blocks for uncomputed blocks and for drops, as far as options need it."""
         super().bind_gpu_block_pool(gpu_block_pool)
         if self._caches_uncomputed and self.connector_scheduler is not None:
             self.connector_scheduler.remove_uncomputed(gpu_block_pool, self._step_tokens)

@@ -711,8 +711,8 @@ class KVOffloadManager(OffloadingManager):
     def _end_dropped(self) -> None:
         """End the plans of the transfers that were in flight at a reset.
 
-        Call this when a transfer has ended that began after the reset. Then all old transfers have ended,
-        too, because vLLM waits for their end before it begins new transfers.
+        Call this when a transfer that began after the reset has ended. All earlier transfers have then ended,
+        too, because vLLM waits for them before it begins new transfers.
         """
         dropped, self._dropped = self._dropped, []
         for plan in dropped:

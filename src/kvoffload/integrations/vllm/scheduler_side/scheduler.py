@@ -64,7 +64,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):
         self._uncomputed = Uncomputed(block_pool, group_tokens, tokens_per_hash, step_tokens)
 
     def on_new_request(self, request: Any) -> None:
-        """Pass the hints of a new request to the manager, and protect the blocks of the queued request."""
+        """Pass a new request's hints to the manager, and protect its blocks while the request is queued."""
         self.manager.add_hints(request.request_id, arrival_hints(request))
         if getattr(request, "lora_request", None) is not None:
             self.manager.note_adapter(request.request_id)
@@ -176,8 +176,7 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
         watch_evictions(block_pool, self._on_drop)
 
     def update_state_after_alloc(self, request: Any, *arguments: Any) -> None:
-        """Have the window scanned again after this step, because the request may take blocks out of the
-        middle of the list."""
+        """Make the next scan cover the whole window: the request may take blocks from the list's middle."""
         self._must_rescan = True
         super().update_state_after_alloc(request, *arguments)
 

@@ -64,7 +64,7 @@ def find_configuration(spec: Any, engine_id: str) -> Any:
 
 
 def kv_configuration(vllm_config: Any) -> dict[str, Plain]:
-    """Return the settings that determine the bytes of a KV block, without the block's key and the weights.
+    """Return the settings, other than weights and block key, that determine the bytes of a KV block.
 
     Names are dotted, ``model.hf_config.rope_theta``. Values are JSON and equal on all machines. The settings
     contain no paths of weights, no addresses and no secrets.

@@ -44,7 +44,7 @@ class Producer:
         identity: see `EngineFacts.identity`.
         configuration: result of `kv_configuration`.
         weights: name or path, and hub commit, of the main model and of the draft model, if there is one.
-        not_kept: `why_not_kept` of this engine, as a function of `are_named`.
+        not_kept: function that calls `why_not_kept` for this engine. Argument: `are_named`.
     """
 
     identity: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""The differences between vLLM 0.25 and 0.33 that need code, such as the facts about an engine and events.
+"""Code for differences between vLLM 0.25 and 0.33, for example in the facts about an engine and in events.
 
 Most differences need no code. Our classes always define the methods that only some versions call
 (`get_load_source`, `lock`, `on_reset_flushed`, `config_info`), and give defaults to the parameters that only
@@ -114,9 +114,9 @@ def facts_with_chunks(spec: Any, facts: EngineFacts, blocks_per_chunk: int | Non
 def fences_come_late(vllm_config: Any, kv_cache_config: Any, version: str) -> bool:
     """Return True if this engine may overwrite a block before it waits for the stores that read the block.
 
-    A step waits for stores in ``handle_preemptions``. Model runner V1 calls this method before it writes to
-    newly allocated blocks. For models that need zeroing, model runner V2 first zeroes these blocks and makes
-    copy-on-write copies (docs/upstream.md, "Fences before writes").
+    A step waits for stores in ``handle_preemptions``. Model runner V1 calls ``handle_preemptions`` before it
+    writes to new blocks. For models that need zeroing, model runner V2 zeroes the new blocks and makes
+    copy-on-write copies before that call (docs/upstream.md, "Fences before writes").
 
     If a setting is unknown, the result is True. The cost of a wrong True is a few blocks that are not stored.
     """

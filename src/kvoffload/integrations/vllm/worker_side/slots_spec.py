@@ -56,7 +56,7 @@ def without_torn_groups(
 ) -> tuple[Any, SlotsSpec, SlotArray]:
     """Remove KV groups with incomplete chunks from a store.
 
-    Returns the remaining blocks, the remaining slots, and the removed slots that were to be written.
+    Returns the remaining blocks, the remaining slots, and the removed slots except audited slots.
 
     A chunk is incomplete if some of its blocks have left the sliding window. If the chunk were stored, part
     of its slot would keep old bytes, or blocks would be stored at wrong offsets.
