@@ -38,7 +38,8 @@ _HYBRID = {
     *("attn_layer_period", "attn_type_list", "full_attention_interval", "attn_layer_indices"),
     *("linear_attn_config", "full_attn_idxs", "block_types", "mamba_step", "mb_per_layer"),
 }
-"""Configuration keys of models in which only some layers have attention. Refused without a list of layers."""
+"""Keys in the configurations of models in which only some layers have attention. A model with such a key is
+refused unless its configuration lists the kind of each layer."""
 _BESIDES = {
     *("index_head_dim", "compress_ratios"),
     *("global_head_dim", "num_global_key_value_heads", "swa_head_dim", "swa_num_key_value_heads"),
