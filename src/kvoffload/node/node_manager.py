@@ -447,7 +447,7 @@ class NodeManager(OffloadingManager):
         """Forget all blocks, their order, the ghosts and the counts, for all engines. Cost: O(capacity).
 
         Slots of a transfer in flight, of any engine, stay reserved until the transfer is completed. If the
-        lock is not free in `RESET_PATIENCE_S`, the reset is deferred until a call of this engine gets it.
+        lock is not free in `RESET_PATIENCE_S`, this engine's next call that gets the lock does the reset.
 
         Args:
             drop_in_flight: True if the caller guarantees that no transfer of this engine is in flight. The
@@ -613,10 +613,9 @@ def _repeated(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _repeated_if_few(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that defers calls of `method`.
+    """Return a function that defers a call of `method` if fewer than `MOST_DEFERRED` calls are deferred.
 
-    If `MOST_DEFERRED` calls are already deferred, only the removal of a request from the queue is deferred,
-    and the request's uses are not counted.
+    At this limit, it defers only the removal of a request from the queue. The request's uses are lost.
     """
     name = method.__name__
 
