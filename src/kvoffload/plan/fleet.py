@@ -171,9 +171,9 @@ class Fleet:
     def steps(self, footprint_blocks: int) -> tuple[list[int], list[int]]:
         """List the numbers of modules and the numbers of drives per host to try, each in doubling steps.
 
-        Modules: from one block per replica up to the footprint, because a recording cannot show a benefit of
-        more RAM. If the host's slots hold less than the footprint, up to the slots. Drives: 0, then from one
-        block per replica up to the host's slots, because more drives wear out later.
+        The smallest numbers hold one block per replica; 0 drives are tried, too. The numbers end at the slots
+        of the host. Modules end earlier if they hold the footprint, because a recording cannot show a benefit
+        of more RAM. Drives do not end earlier, because more drives wear out later.
         """
         ram = [self.blocks(self.ram_bytes(Purchase(n, 0))) for n in range(self.prices.ram.slots + 1)]
         modules = [n for n in range(1, len(ram)) if ram[n - 1] < footprint_blocks]

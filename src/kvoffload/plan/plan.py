@@ -398,10 +398,10 @@ class _Search:
     def confirm(
         self, sampled: Choice, rows: Sequence[Measured], sample: _Search
     ) -> tuple[list[Measured], Choice]:
-        """Measure on all sessions near the sample's choice; returns all measured rows and the new choice.
+        """Check the choice on the sample with all sessions; returns all measured rows and the new choice.
 
         Args:
-            sampled, rows: choice and rows of the search on the sample.
+            sampled, rows: choice and rows that `sample` has found.
             sample: the search on the sample.
         """
         space = self._plan.space(self._evidence, self._fleet)

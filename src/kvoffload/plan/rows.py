@@ -367,7 +367,7 @@ def limits(row: PlanRow, fleet: Fleet, budget: float | None = None) -> list[Limi
 
 
 def _network(row: PlanRow, fleet: Fleet) -> list[Limit]:
-    """List the network limits of the servers and of the hosts that a row exceeds."""
+    """List the network limits that a row exceeds, either of the servers or of the hosts."""
     server = fleet.prices.server
     if row.server_write_bytes_per_s is None or row.server_read_bytes_per_s is None:
         return [

@@ -237,7 +237,7 @@ class _Table:
         self.rows.update(zip(new, self._measure(new, later), strict=True))
 
     def measure_within_rating(self, axis: TierAxis, setups: Sequence[Setup], later: int) -> list[Setup]:
-        """Replace setups that wear SSDs out by setups with a write budget. Measure and return these."""
+        """Measure setups with a write budget in place of setups that wear out SSDs; return the new setups."""
         cells = [
             Cell(cell.purchase, setup)
             for cell, measured in self.rows.items()

@@ -27,7 +27,7 @@ from kvoffload.sweep.verdict import Certainty, certainty_of
 from kvoffload.text import counted, duration, interval, outside_blocks, percent, size
 
 PLACEHOLDERS = "replace paths and addresses by yours"
-"""Heading of vLLM's flag, in which paths and addresses are placeholders."""
+"""Heading above the command-line flag for vLLM. The flag has placeholders for paths and addresses."""
 _STORES = {
     ON_COMPUTE: "RAM takes each block when it is computed",
     ON_DEVICE_EVICTION: "RAM takes the blocks that the GPUs drop",
