@@ -303,7 +303,7 @@ def _add_evidence(lifetimes: Lifetimes, row: int, start: int, stop: int) -> None
 
 @inline
 def _begin_sums(lifetimes: Lifetimes, row: int, prior: int) -> None:
-    """Initialize the sums at `row` with `PRIOR_WEIGHT` exposures that have the reuse ratio of row `prior`."""
+    """Initialize `row`: `PRIOR_WEIGHT` exposures, and reuses in proportion to the reuses of row `prior`."""
     sums = lifetimes.sums
     for age in range(NUM_AGES):
         sums[row, age] = PRIOR_WEIGHT * (sums[prior, age] / sums[prior + 1, age])
@@ -325,7 +325,7 @@ def _set_hazard(lifetimes: Lifetimes, block_class: int) -> None:
 
 @inline
 def _estimate(lifetimes: Lifetimes) -> None:
-    """Estimate the chance of a reuse for each class and age. Skips unknown classes with a label."""
+    """Estimate the chance of a reuse for each class and age. Skips labelled classes without evidence."""
     sums, num_labels, group_size = lifetimes.sums, lifetimes.num_labels, lifetimes.group_size
     num_classes = lifetimes.reused.shape[0]
     for age in range(NUM_AGES):
