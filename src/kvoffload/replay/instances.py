@@ -75,7 +75,7 @@ class SharedTier(SimulatedTier):
 class SharedReplay:
     """A single run of a trace through several instances. Use once: construct, then `run`.
 
-    Requests of an instance that have ended are finished before the instance's next request.
+    Each manager finishes its ended requests before it begins the next request.
 
     Args:
         data: a data plane for each manager, or an empty list to replay without bytes. The list must be empty

@@ -214,7 +214,7 @@ def _min_with_bypass(
     """Run MIN with bypass; return the numbers of hits and of written blocks.
 
     Args:
-        resident: an empty set, to which the function writes the places of resident blocks.
+        resident: memory for the set of resident blocks, empty at the call.
         was_here: scratch memory with room for the blocks of the longest request.
         capacity: slots of the tier.
     """

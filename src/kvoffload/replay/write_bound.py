@@ -37,8 +37,8 @@ def bound_within_writes(
     - The optimum of RAM alone, plus all uses of the `max_writes` most used blocks. First uses, and uses that
       the device serves, do not count.
     - A Lagrangian relaxation of the limits of slots and writes. A hit needs either RAM, which must hold the
-      block from its last offer to the use, or one write of the block, which serves all its uses. Let a slot
-      of RAM cost `p` hits from one request to the next, and a write `q` hits. Each block then chooses what
+      block from its last offer to the use, or one write of the block, which serves all its uses. Assume that
+      a slot of RAM costs `p` hits per request, and a write costs `q` hits. Each block then chooses what
       gains most: RAM for each interval that costs less than a hit, or a write. By weak duality, the sum of
       all gains, plus the prices of all slots and writes, is an upper bound of the hits for any `p` and `q`.
       The best `q` follows from `p`; a search finds the best `p`.
