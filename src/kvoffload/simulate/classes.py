@@ -60,7 +60,7 @@ CLASSES = {
 DEFAULT_PARAMETERS = 8e9
 
 _PREFILL_SHARE, _DECODE_SHARE, _LINK_SHARE = 0.5, 0.4, 0.8
-"""Assumed shares of the peak rates of arithmetic, memory and link that an engine reaches."""
+"""Shares of the peak rates of arithmetic, memory and link, which an engine is assumed to reach."""
 _STEP_S, _COPY_LATENCY_S = 0.005, 50e-6
 """Assumed times in seconds: to schedule and launch a step of vLLM, and to launch a batch of copies."""
 _DISK_READ, _DISK_WRITE, _DISK_LATENCY_S = 6.5e9, 3.5e9, 100e-6

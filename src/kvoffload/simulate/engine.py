@@ -37,7 +37,7 @@ _ASKS_PER_DEADLINE = 40
 _ASKS_WHEN_QUIET = 2
 """Replaces `_ASKS_PER_DEADLINE` if no event has occurred for `Timing.deadline_s`.
 
-At least 1: after a pause of more than one deadline between lookups, a manager would start a new wait.
+Must be at least 1: a manager starts a new wait if more than one deadline passes between two lookups.
 """
 _NO_TOKENS = 1e-6
 """An answer is complete when fewer than this number of tokens are missing.

@@ -70,7 +70,7 @@ class DevicePool:
     def take(self, lease: Lease, num_blocks: int) -> list[int]:
         """Convert `num_blocks` reserved blocks to blank blocks.
 
-        Returns the codes of the blocks that were evicted for this, coldest first.
+        Returns the codes of the evicted blocks, coldest first.
         """
         assert num_blocks <= lease.num_reserved
         lease.num_reserved -= num_blocks

@@ -185,11 +185,11 @@ class Ram:
         ]
 
     def tiers(self, num_loaded: int, stores: Link) -> list[TimedTierReport]:
-        """Return the reports of all tiers until now, RAM first. Counters cover all engines that use this RAM.
+        """Return a report of each tier, RAM first. Counters cover all engines that use this RAM.
 
         Args:
-            num_loaded: number of hits of RAM, used if there are no tiers behind RAM.
-            stores: link of the copies from the device to RAM.
+            num_loaded: number of hits in RAM; ignored if there are tiers behind RAM.
+            stores: link from the device to RAM.
         """
         stats, hits = self.manager.stats(), [num_loaded]
         rows = [("ram", stats.stored, stats.evicted, stats.dropped, [stores])]
