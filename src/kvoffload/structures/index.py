@@ -138,7 +138,7 @@ def home_bucket(table: U64Array, h: np.uint64) -> int:
 
 @inline
 def bucket_of(index: Index, batch: U64Matrix, row: int, h: np.uint64) -> int:
-    """Return the bucket of the key `batch[row]` with hash `h`, or the empty bucket for it if it is absent."""
+    """Return the bucket of the key `batch[row]` with hash `h`; for an absent key, its empty bucket."""
     table, keys = index.table, index.keys
     tag = h >> np.uint64(32)
     bucket = home_bucket(table, h)

@@ -168,7 +168,7 @@ class Struct:
     def blank(cls, **shapes: Any) -> bytes:
         """Return the bytes of a zeroed struct with its arrays and its nested structs, in one piece.
 
-        Copy the result to a ``bytearray``: kernels take it as the struct, and `over` reads its fields.
+        Copy the result to a ``bytearray``. Kernels take the copy as the struct; `over` reads its fields.
 
         Args:
             shapes: shape of each array. For a nested struct, a dictionary of shapes.
