@@ -60,7 +60,10 @@ class AdmissionConformance:
             run_machine(machine)
 
     def test_it_answers_for_each_block_and_admits_a_length(self) -> None:
-        """Check that `admit` judges each key, `leading` counts to a refusal, and neither changes the rule."""
+        """Check that `leading` counts the keys before the first key that `admit` refuses.
+
+        Also checks that `admit` returns one bool per key, and that neither method changes the rule.
+        """
         for seed in _SEEDS:
             rule = self.make()
             for _, _, numbers in random_script(seed, num_steps=100):

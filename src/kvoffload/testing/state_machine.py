@@ -66,7 +66,7 @@ class Request:
 
     Attributes:
         accessed: keys that the request has touched or stored.
-        cut: first key that the policy refused, in the latest store that the policy refused in part.
+        cut: key that the policy refused. While it is absent, no later block of the path can be stored.
     """
 
     ctx: RequestContext | None
