@@ -10,11 +10,11 @@ from kvoffload.tiers.contract import Mask
 
 
 def change_of(codes: npt.NDArray[np.int32], in_tier: Mask) -> CountArray:
-    """Return a correction for each code, to add to RAM's miss counts after the lookup of a prefix.
+    """Return a correction of RAM's miss counts after the lookup of a prefix: a number to add for each code.
 
-    RAM has counted the blocks in tiers as if there were no tiers. The corrections give these blocks the code
-    `TIER_GAVE_UP` or, behind the gap, `BEHIND_A_GAP`. The gap is the first block of the prefix that is
-    neither in RAM nor in a tier.
+    RAM has counted the blocks in tiers as if there were no tiers. The correction moves these blocks to the
+    code `BEHIND_A_GAP` if an earlier block of the prefix is neither in RAM nor in a tier, otherwise to
+    `TIER_GAVE_UP`.
 
     Args:
         codes: `miss_record` code that RAM counted for each block of the prefix.

@@ -163,7 +163,7 @@ class Promotion:
         return self.trusts_no_tier
 
     def trust_again(self) -> None:
-        """Forget the wrong blocks, after a reset of all tiers."""
+        """Trust all tiers and blocks again. Call this after a reset of all tiers."""
         self._distrusted.clear()
         self.trusts_no_tier = False
 

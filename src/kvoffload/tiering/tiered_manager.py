@@ -35,7 +35,7 @@ from kvoffload.tiers.contract import Mask, Memory, SecondaryTier, TierStats
 _LOG = logging.getLogger("kvoffload.tiering")
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 _SETTLE_SLICE_S, _SETTLE_PAUSE_S = 0.02, 0.0005
-"""Longest wait of `settle` between two polls, and its pause, once a tier has failed to drain in time."""
+"""Times of `settle` after a tier has failed to drain: longest drain between two polls, and pause after it."""
 
 
 class TieredManager:
