@@ -105,9 +105,9 @@ class ManagedTier(SecondaryTier):
         )
 
     def _owned(self, keys: Keys, request: RequestContext | None = None) -> RequestContext | None:
-        """Assign a request, by default a new request, to the tenant of these blocks; returns the request.
+        """Set the tenant of a request to the tenant of these blocks; returns the request.
 
-        Without quotas or keys, does nothing and returns `request`, even if it is None.
+        If `request` is None, begins a request. Without quotas or keys, only returns `request`.
         """
         if self._owner_of is None or len(keys) == 0:
             return request

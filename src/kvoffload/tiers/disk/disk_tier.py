@@ -209,7 +209,7 @@ class DiskTier(ManagedTier):
             undo.pop_all()
 
     def _restore(self, contents: Contents) -> SlabSlots:
-        """Register the slab's blocks in the manager; return the slab's slots of blocks that do not fit."""
+        """Register the slab's blocks in the manager; return slots whose blocks the manager cannot hold."""
         # At least the time, because a crashed process may have written blocks that the journal lacks.
         now_ns = min(int(self._files.time_s() * 1e9), _LATEST_NS)
         next_generation = max(contents.last_generation + 1, self._slab.void_before, now_ns)

@@ -34,8 +34,8 @@ from kvoffload.tiers.rate_limited_log import RateLimitedLog
 SLABS = "kvoffload*.slab"
 """Glob pattern of slab names."""
 SMALLEST_SHARE = 16
-"""Divisor of a slab's usable slots. A slab that must shrink gives up at most a sixteenth of them more than
-necessary, as a margin. If the slab's file has at most a sixteenth of them, the slab is deleted instead."""
+"""Divisor of a slab's usable slots; the quotient limits the margin that a slab gives up when it must shrink.
+A slab whose file has no more slots than the quotient is deleted instead."""
 
 
 class Geometry(NamedTuple):
@@ -147,8 +147,8 @@ class _Opening:
     def shrink_other(self, path: Path, num_bytes: int) -> int:
         """Shrink another slab by at least `num_bytes`, or delete it; returns its new size, 0 if deleted.
 
-        The coldest blocks are lost. Cost: 160 bytes of journal I/O a block, and copies of at most as many
-        blocks as are lost.
+        The coldest blocks are lost. Cost: 160 bytes of journal I/O per block, and at most one block copy per
+        removed slot.
         """
         if not path.exists():
             return 0

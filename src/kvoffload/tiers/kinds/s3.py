@@ -23,8 +23,8 @@ from kvoffload.tiers.shared.remote_tier import RemoteTier
 from kvoffload.tiers.spec import TierOwner, redacted
 
 MOST_IN_AN_OBJECT = 32
-"""Limit of blocks in an object. Only full objects are written, so the last blocks of a path are often never
-written: the higher the limit, the more blocks.
+"""Limit of blocks in an object. Only full objects are written, so a higher limit leaves more blocks at
+the end of a path unwritten.
 """
 _REFUSALS = {"301", "400", "401", "403"}
 """HTTP statuses of permanent errors."""

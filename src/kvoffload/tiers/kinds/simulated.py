@@ -57,10 +57,10 @@ class SimulatedOptions(SizedTierOptions):
 def simulated_like(field: str, tier: TierOptions) -> SimulatedOptions:
     """Return the options of a simulated tier with the capacity, policy and admission rule of `tier`.
 
-    The tier is of one engine (`per_engine`), like a disk. A simulated tier is returned unchanged.
+    Each engine gets its own simulated tier (`per_engine`), as with a disk. If `tier` is already simulated,
+    returns `tier` unchanged.
 
-    Raises: `ConfigError` if `tier` has no capacity, or has a write limit in bytes. A simulated tier has no
-        bytes.
+    Raises: `ConfigError` if `tier` has no capacity or has a write limit in bytes.
     """
     if isinstance(tier, SimulatedOptions):
         return tier

@@ -301,7 +301,7 @@ class _Chunks:
         self._num_framing = self._num_data = 0
 
     def feed(self, data: memoryview, receiver: Receiver) -> int:
-        """Decode `data` into `receiver` while it has room; returns the number of bytes behind the body."""
+        """Decode `data` until `receiver` is full or the body ends; returns how many bytes follow the body."""
         while len(data) and not self.is_over:
             if self._num_left:
                 taken = _copy(data[: self._num_left], receiver)

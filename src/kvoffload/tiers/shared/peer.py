@@ -257,7 +257,7 @@ class Peer:
     # ---- health
 
     def note(self, exchange: Exchange) -> set[str]:
-        """Record the outcome of an exchange; returns the types of operations whose breakers it has opened."""
+        """Record an exchange's outcome; returns the types of operations whose breakers the outcome opens."""
         if self._is_node and self._is_elsewhere(exchange):
             return set()
         error = exchange.error
@@ -291,10 +291,10 @@ class Peer:
         return True
 
     def _is_elsewhere(self, exchange: Exchange) -> bool:
-        """Return True if an exchange failed because another node has its blocks.
+        """Return True if an exchange failed because its keys are on another node of the cluster.
 
-        Also increments `num_troubles` if the exchange failed, or if a reply says that another node has a
-        block.
+        Also increments `num_troubles` if the exchange failed, or if a reply says that a key is on another
+        node.
         """
         reply = exchange.error or getattr(exchange, "refused", None)
         is_elsewhere = isinstance(reply, ServerError) and reply.is_elsewhere

@@ -63,7 +63,7 @@ class QueuedTooLongError(TimeoutError):
 
 
 class CacheResetError(Exception):
-    """Raised for an exchange that found another epoch or none on the server. None of its results counts."""
+    """The server has another epoch or no epoch, so no result of the exchange counts."""
 
     def __init__(self) -> None:
         super().__init__("the cache was reset")

@@ -402,7 +402,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
     def _awaited(self) -> list[BlockExchange]:
         """Return the exchanges in flight for which a caller waits.
 
-        No caller waits for the attempts to probe or read that `_maintain` sends.
+        These are all exchanges except a probe or a read that `_maintain` has sent to test the server.
         """
         attempts = {job for kind, job in self.peer.breakers.attempts.items() if kind != WRITE}
         return [exchange for exchange in self.jobs.in_flight.values() if exchange.job not in attempts]
@@ -518,7 +518,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
         return np.array([new.pop(key, key) is None for key in keys], np.bool_)
 
     def _addressable(self, keys: Keys, wanted: Mask) -> Mask:
-        """Return `wanted` without the blocks in no known group: the names of their objects are unknown."""
+        """Return `wanted` without the blocks whose group, and thus the name of the object, is unknown."""
         return wanted if self.groups is None else wanted & self.groups.known(keys.digests)
 
     def _forget_partial_groups(self, keys: Keys) -> None:

@@ -33,11 +33,11 @@ MOST_NAMES = 20_000
 
 @dataclass(kw_only=True)
 class ServerReport:
-    """Facts about one server. A fact is None if this user may not read it.
+    """Facts about one server. A fact is None if the connected user may not read it.
 
     Attributes:
         round_trip_s: shortest of five round trips.
-        refused: necessary commands that this user may not run, each with the server's reply.
+        refused: necessary commands that the connected user may not run, each with the reply.
         warnings: unsuitable settings, as sentences.
         persistence: ``yes``, ``no``, or ``not known``.
         num_names: number of all keys.
@@ -236,7 +236,7 @@ def _add(
     namespace: str,
     deadline: float,
 ) -> None:
-    """Count the blocks with these names in their producers' reports.
+    """Add each named block to the counts in its producer's report.
 
     Also reads the size and time to live of the first few blocks, and the texts about producers.
     """

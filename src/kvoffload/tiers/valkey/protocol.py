@@ -320,8 +320,8 @@ def _commands(verb: bytes, *names: list[bytes]) -> list[bytes]:
 def _read_epoch(connection: Connection, exchange: Handshake) -> int | ServerError:
     """Read the replies to SET and GET of an epoch key; returns the epoch.
 
-    If another node has the key, returns the error. Raises: other errors; `ProtocolError` for an invalid
-    epoch.
+    If another cluster node holds the key, returns that error reply. Raises every other error reply, and
+    `ProtocolError` for an invalid epoch.
     """
     replies = [connection.reply(exchange.deadline) for _ in ("SET", "GET")]
     is_read_only = isinstance(replies[0], ServerError) and replies[0].code in _READ_ONLY

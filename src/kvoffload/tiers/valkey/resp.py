@@ -382,7 +382,7 @@ class Connection:
         return line
 
     def _fill(self, into: memoryview, deadline: float) -> None:
-        """Fill `into` with unused bytes of the buffer, then from the socket."""
+        """Fill `into` with unread bytes of the buffer, then with bytes from the socket."""
         filled = min(len(into), self._end - self._begin)
         into[:filled] = self._buffer[self._begin : self._begin + filled]
         self._begin += filled
@@ -460,7 +460,7 @@ class Connection:
         return min(deadline, time.monotonic() + self._silence_s)
 
     def _patience_s(self, until: float, deadline: float) -> float:
-        """Return the seconds until `until`, a result of `_until`.
+        """Return the seconds left until the time `until`, which `_until` has returned.
 
         Raises `TimeoutError` if that time has passed.
         """
