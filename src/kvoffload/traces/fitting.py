@@ -21,8 +21,8 @@ from kvoffload.traces.trace import Trace
 from kvoffload.traces.workloads import LogNormal, Workload, builtin
 
 _TRIAL_REFS = 200_000
-"""Approximate limit of a trial's block references. Trials of a larger recording have fewer sessions. Their
-load is that of the recording, so that equally many sessions overlap."""
+"""Approximate limit of a trial's block references. For a larger recording a trial generates fewer sessions at
+the same number of sessions per minute, so equally many sessions overlap."""
 _FEWEST_SESSIONS = 60
 _DIRECT_ROUNDS, _SEARCH_STEPS = 6, (1.4, 1.12)
 _P90_OF_NORMAL = 1.2816
@@ -62,7 +62,7 @@ class Fit:
 
 
 def fit(trace: Trace, like: str) -> Fit:
-    """Fit the built-in workload `like` to a recording. Deterministic.
+    """Fit the built-in workload that `like` names to a recording. Deterministic.
 
     1. Set parameters from statistics of the recording, and correct them by trials.
     2. Try each parameter slightly larger and smaller, and keep changes that reduce the distance.

@@ -234,7 +234,7 @@ def _write_lines(
 
 
 def _announce_disorder(partial: Path, suffix: str, shift_ms: int) -> None:
-    """Rewrite a trace with unordered lines. Adds `shift_ms` to all times and sets `in_order` to False."""
+    """Rewrite a trace with lines out of order: add `shift_ms` to all times, and set `in_order` to False."""
     shifted = partial.with_name(partial.name + ".shifted")
     try:
         with (
