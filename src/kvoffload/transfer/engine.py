@@ -34,7 +34,7 @@ class Transfer(Protocol):
 class CopyEngine(Protocol):
     """Moves blocks between one device and pools in host memory.
 
-    While a transfer is in flight, the caller must neither write its source nor read or write its destination.
+    During a transfer, the caller must not write to the source, and must not access the destination.
     Concurrent transfers are unordered: load a slot only after its store is done.
 
     Thread: any, one at a time. Rows and slots are checked before any byte moves: `IndexError` names the first
