@@ -83,9 +83,9 @@ class Sample:
         Args:
             ctx: a finished request.
             labels: assigns numbers to the hints.
-            num_skipped: number of leading blocks that were not looked up. If it is -1, these are the blocks
-                before the request's first `lookup`, or all blocks if there was no lookup.
-            asked_end: index after the last looked-up block. If it is -1, the length of the path.
+            num_skipped: number of leading blocks that were not looked up; -1 for the blocks before the
+                request's first `lookup`, or for all blocks if there was no lookup.
+            asked_end: index after the last looked-up block; -1 for the length of the path.
 
         Cost: a nanosecond for each block of the path.
         """
