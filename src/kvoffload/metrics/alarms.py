@@ -173,7 +173,7 @@ ALARMS: Final = (
         hold="15m",
         severity="warning",
         summary="The last run of the canary at {{ $labels.instance }} got no result, and an earlier one too",
-        cause="`kvoffload canary` got no result in its last run, nor in an earlier run within two days.",
+        cause="At least two runs of `kvoffload canary` within two days got no result, including the last run.",
         remedy="Read the canary's log. Until a run has a result, wrong answers go unnoticed.",
     ),
     Alarm(
@@ -325,8 +325,8 @@ ALARMS: Final = (
         hold="15m",
         severity="warning",
         summary="{{ $value | humanize }} blocks were missing at {{ $labels.instance }}, and none was stored",
-        cause="RAM has stored nothing for 30 minutes. All its blocks are in use, the engine offers no "
-        "blocks, or offloading is paused.",
+        cause="RAM has stored nothing for 30 minutes, because all its blocks are in use, the engine offers "
+        "no blocks, or offloading is paused.",
         remedy="If the metric `refused_blocks` grows with reason `no_room`, add RAM. If not, look at the "
         "metrics `paused` and `failed_store_blocks`.",
     ),
