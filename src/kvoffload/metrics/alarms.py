@@ -173,7 +173,8 @@ ALARMS: Final = (
         hold="15m",
         severity="warning",
         summary="The last run of the canary at {{ $labels.instance }} got no result, and an earlier one too",
-        cause="At least two runs of `kvoffload canary` within two days got no result, including the last run.",
+        cause="At least two runs of `kvoffload canary` within two days got no result, including the last "
+        "run.",
         remedy="Read the canary's log. Until a run has a result, wrong answers go unnoticed.",
     ),
     Alarm(
