@@ -25,8 +25,8 @@ earned budget decay to 1/e within a hundred thousand references."""
 WARM_UP = 5_000
 """Number of references before the first admission. After fewer references, prices would waste the budget."""
 _DOUBT = 2.0
-"""Number of fictitious blocks without a further use. They are added to the observed blocks with 1, 2, 3, ...
-requests each, and keep the expected uses low while few blocks were observed."""
+"""Number of unused fictitious blocks that are added to the blocks observed with 1 request, with 2 requests,
+and so on. They keep the expected uses low while few blocks are observed."""
 _RESERVE = 0.1
 """Share of the recently earned budget that is reserved for blocks above the price."""
 

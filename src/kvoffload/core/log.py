@@ -206,7 +206,7 @@ def put_call(log: Log, path: Path, kind: int, count: int, most_more: int) -> int
 
 @inline
 def end_call(log: Log, place: int, end: int) -> None:
-    """Complete a record whose further words are the words `place` to ``end - 1``."""
+    """Complete a record. Its arguments and results are the words from `place` to ``end - 1``."""
     put_word(log, log.head + NUM_MORE, end - place)
     log.head = end
 
@@ -221,7 +221,7 @@ def put_number(log: Log, path: Path, kind: int, count: int, number: int) -> None
 
 @inline
 def put_slots(log: Log, slots: I32Array, count: int, at: int) -> int:
-    """Write the first `count` slots, from word `at` on. Returns the next word."""
+    """Write the first `count` entries of `slots` to the log, from word `at` on. Returns the next word."""
     for row in range(count):
         put_word(log, at + row, slots[row])
     return at + count

@@ -175,7 +175,7 @@ class OnCompute:
             )
 
     def keep(self, kept: Entering, ctx: RequestContext) -> None:
-        """Hook for resident blocks that the device has dropped. `OnDeviceEviction` reports them."""
+        """Called for resident blocks that the device dropped. `OnDeviceEviction` tells the policy."""
 
     def wrong_victim(self, plan: bytearray, row: int) -> PolicyError:
         """Create the error for the invalid victim in row `row` of a plan."""

@@ -274,7 +274,7 @@ class ManagerStats:
     """Admitted blocks for which there was no room, because all slots held pinned blocks, blocks in flight or
     protected blocks."""
     kept: int = 0
-    """Offered blocks of a victim tier that were duplicates and therefore needed no copy."""
+    """Blocks that a victim tier was offered but need not copy, because they were duplicates."""
     discarded: int = 0
     """Blocks removed without an eviction: damaged blocks, and blocks that `discard` or `reset` forgot."""
     expected: int = 0

@@ -213,8 +213,8 @@ def _stamp_of(taken: Taken, slot: int) -> int:
 def _has_stayed(taken: Taken, lists: Lists, sentinel: int, slot: int) -> bool:
     """Return True if the block at the cursor is still in its place.
 
-    The reader has passed all blocks that were colder, and blocks join a list only at its head. So if the next
-    colder block is neither taken nor recent, the block at the cursor has moved.
+    The reader has passed all colder blocks, and blocks join a list only at its head. So if the next colder
+    block is neither taken nor recent, the block at the cursor has moved.
     """
     if (
         slot == _NO_CURSOR

@@ -1,9 +1,9 @@
 """Uses of blocks while the device holds them, recorded by a victim tier.
 
 When the device loads a block, the policy forgets the block, and would treat it as new when the device drops
-it. So the tier remembers the keys of used blocks in two lists: keys used once, and keys used again. If the
-tier holds a block when it is used, the block counts as used again at once. When a block returns to the
-policy, the flag `reused` is True if the block was used again.
+it. So the tier remembers the keys of used blocks in two lists: keys used once, and keys used again. A block
+that a request uses while the tier holds it counts as used again at once. When a block returns to the policy,
+the flag `reused` is True if the block was used again.
 """
 
 from __future__ import annotations

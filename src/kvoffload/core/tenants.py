@@ -261,8 +261,7 @@ def _find_givers(tenants: Tenants, owner: int, needed: int, with_own: bool) -> i
     """Set `givers` for a store that needs `needed` victims; return the number of their evictable blocks.
 
     A tenant other than `owner` is a giver if it keeps its minimum even if the store evicts as many of its
-    blocks as possible, up to `needed`. Tenant `owner`, which stores, is a giver if `with_own`, whatever its
-    minimum.
+    blocks as possible, up to `needed`. The storing tenant `owner` is a giver exactly if `with_own` is True.
     """
     givers, count = np.int64(0), np.int64(0)
     for other in range(tenants.num_tenants):
@@ -289,8 +288,7 @@ def _count_orphans(tenants: Tenants) -> int:
 def largest_part(tenants: Tenants, owner: int, most: int) -> int:
     """Return the largest number of victims, up to `most`, that the quotas allow; set `givers` accordingly.
 
-    `owner`: the tenant of the store, or `MAX_TENANTS` for no tenant. Its minimum does not protect its blocks
-    from its own store.
+    `owner`: the storing tenant, or `MAX_TENANTS` for no tenant. The store may evict the owner's minimum.
     """
     low, high = np.int64(0), np.int64(most)
     while low < high:
@@ -473,7 +471,7 @@ def resume_search(tenants: Tenants, links: I32Matrix, key: int, sentinel: int) -
 def remember_place(tenants: Tenants, key: int, slot: int) -> None:
     """Remember that no block of a giver is colder than `slot`.
 
-    If the stack is full, every second place is dropped.
+    If the stack of remembered slots is full, every second entry is dropped.
     """
     marks, row = tenants.marks, _row_of(tenants, key)
     if marks[row, _KEY] != key or marks[row, _MASK] != tenants.givers:

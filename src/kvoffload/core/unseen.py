@@ -1,4 +1,4 @@
-"""Keys that no request has, with which the manager evicts blocks without a store.
+"""Keys that no request has. The manager uses them to evict blocks without storing new blocks.
 
 A policy evicts blocks only to insert new blocks. So to shrink the cache, the manager offers these keys to the
 policy as new blocks, and then removes them from the policy at once.

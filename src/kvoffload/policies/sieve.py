@@ -54,9 +54,9 @@ class SIEVE(CompiledPolicy):
     Where the paper leaves a choice:
 
     - The blocks of a batch join the queue together, after the last victim was chosen. So a victim at the head
-      sends the hand to the oldest block, as in the paper. The blocks join in prefix order, so the head of an
-      unused prefix leaves first. This order gives the same hits as the independent simulator of our golden
-      tests, and costs up to 0.003 of the prefix-hit ratio on a chat trace.
+      sends the hand to the oldest block, as in the paper. The blocks join in prefix order, so the first
+      block of an unused prefix is evicted first. This order gives the same hits as the independent
+      simulator of our golden tests, and costs up to 0.003 of the prefix-hit ratio on a chat trace.
     - The store of a block does not count as a visit, and the end of a request does not change the order.
     - The hand passes a protected block without changing its mark.
     - If the block under the hand is removed, the hand moves to the next block, as it does after an eviction.

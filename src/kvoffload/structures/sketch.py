@@ -84,7 +84,7 @@ def _word(line: int, h: np.uint64, row: int) -> int:
 
 @inline
 def _shift(h: np.uint64, row: int) -> np.uint64:
-    """Return the position in its word of the lowest bit of a key's counter, from 0 to 60."""
+    """Return the lowest bit, from 0 to 60, of a key's counter in the counter's word."""
     return ((h >> np.uint64(5 * row)) & np.uint64(15)) << np.uint64(2)
 
 

@@ -85,7 +85,7 @@ def _begin_path(path: Path, batch: ReadU64Matrix, start: int, end: int) -> None:
 
 @inline
 def _live(cache: Cache, path: Path, new: Entering, asked: int, end_label: int, missed: I64Array) -> int:
-    """Run the request on a path from lookup to finish; return 0 or an error.
+    """Run one request, whose keys `path` has, from lookup to finish; return 0 or an error.
 
     Looks up the path positions from ``path.on_device`` to ``asked - 1``. Later blocks are only stored.
     """

@@ -23,7 +23,7 @@ LABEL_PRIOR_WEIGHT = 500.0
 because labels may be wrong."""
 ENTERING = 0.05
 """Cost of an insertion, as time in a slot without hits. Unit: block references, as a multiple of the cache's
-capacity. Without it, blocks with a high worth for a very short time would evict each other."""
+capacity. Without this cost, blocks with a high worth for a very short time would evict each other."""
 _ALL, _GROUP, _PARENT = 0, 2, 4
 """First row of each pair of rows in `Lifetimes.sums`."""
 

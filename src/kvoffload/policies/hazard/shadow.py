@@ -22,8 +22,8 @@ class ShadowLRU(Struct):
     Attributes:
         blocks: the positions that LRU holds, most recent first.
         lead: prefix hits of LRU minus prefix hits of the policy. The policy reduces old leads over time.
-        own_run, lru_run: prefix hits of the policy and of LRU, if the request began with the block that was
-            compared last (without the blocks that the device serves).
+        own_run, lru_run: number of consecutive hits of the policy and of LRU up to the block compared last,
+            without blocks that the device serves.
 
     Memory: 12 bytes per position of the history. Cost: a move in a list for each block.
     """
@@ -93,7 +93,7 @@ def compare(shadow: ShadowLRU, position: int, is_held: bool, asked: bool, is_vic
 
 @inline
 def end_path(shadow: ShadowLRU) -> None:
-    """Evict blocks above the capacity, and add the difference of the request's prefix hits to `lead`."""
+    """Evict blocks above the capacity, and add LRU's prefix hits minus the policy's to `lead`."""
     shrink_to_capacity(shadow)
     shadow.lead += shadow.lru_run - shadow.own_run
     shadow.own_run = shadow.lru_run = 0
