@@ -95,7 +95,7 @@ def _left_s(until: float) -> float:
 
 
 def share_of(max_in_flight: float, capacity_blocks: int) -> int:
-    """Return the share `max_in_flight` of `capacity_blocks` as a number of blocks, at least 1."""
+    """Convert the share `max_in_flight` of `capacity_blocks` to a number of blocks, at least 1."""
     return max(1, int(max_in_flight * capacity_blocks))
 
 

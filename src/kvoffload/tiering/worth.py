@@ -44,9 +44,9 @@ def num_worth_reading(
 ) -> int:
     """Return the largest number of leading blocks whose read takes no longer than computing, or 0.
 
-    A read saves the time to compute two kinds of blocks: the read blocks, and blocks of RAM between or
-    directly behind them. All blocks are read in two cases: `compute_s` is None, or no read would be fast
-    enough but a trial is due (`TierLane.is_trial_due`).
+    A read saves the time to compute the read blocks, and the blocks in RAM that lie between them or directly
+    behind them. If `compute_s` is None, all blocks are read. If no read is fast enough, all blocks are read
+    only for a trial (`TierLane.is_trial_due`).
 
     Args:
         sources: tier of each block.

@@ -117,9 +117,9 @@ class Committer:
     # ---- the scheduler's side
 
     def remove(self, slots: SlabSlots) -> int:
-        """Record that slots were emptied; return their gate.
+        """Record that slots were emptied; return their gate, the number of all removals so far.
 
-        The gate is the number of all removals so far. The slots may be written when so many are durable.
+        The slots may be written when the number of durable removals reaches their gate.
         """
         with self.lock:
             if not self.broken:

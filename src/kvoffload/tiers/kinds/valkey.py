@@ -74,7 +74,7 @@ class ValkeyOptions(SharedTierOptions):
     start_s = 5.0
     engine_start_s = 1.0
     silence_s: ClassVar[float] = 5.0
-    """Seconds without a byte sent or accepted by the server after which a connection of a replay fails."""
+    """A replay's connection fails if the server neither sends nor accepts a byte for this many seconds."""
 
     url: URL
     ttl: Duration | None = None

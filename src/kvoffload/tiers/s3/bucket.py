@@ -297,7 +297,7 @@ class Bucket:
         """Send a request; return the head of the response, or None if the object does not exist.
 
         Repeats the request once in two cases: the server reports an internal error, or the server refuses the
-        keys while the key file has new keys.
+        credentials and the credentials file has new ones.
         """
         for may_repeat in (True, False):
             answer = _Answer(receiver)

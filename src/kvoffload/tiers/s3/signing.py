@@ -64,7 +64,7 @@ async def _on_a_thread(call: Callable[[], str]) -> str:
 
 
 class Signer:
-    """Signs requests with the current credentials, and reads the credentials file again. Thread: any.
+    """Signs requests with the current credentials, and updates them from the credentials file. Thread: any.
 
     Args:
         make_store: creates an obstore store with the given credentials. If they are empty, obstore takes

@@ -42,7 +42,7 @@ def client_certificate_refusal(error: BaseException, cert: str) -> str | None:
     """Return the server's reason to refuse this client's certificate, with the remedy; None for other errors.
 
     Args:
-        cert: names of the settings with the client's certificate.
+        cert: names of the settings for the client's certificate.
     """
     alert = _ALERT.search(error.reason or "") if isinstance(error, SSLError) else None
     if alert is None:

@@ -61,7 +61,7 @@ def head_bytes(block_bytes: int) -> int:
 
 
 def rest_names(names: list[bytes]) -> list[bytes]:
-    """Return the names of the second values of these blocks."""
+    """Return the name of each block's second value, which holds the rest of the block."""
     return [name + _REST for name in names]
 
 

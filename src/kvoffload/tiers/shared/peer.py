@@ -211,9 +211,9 @@ class Peer:
         self.reset_wanted, self.is_partial, self.epoch = False, is_partial, epoch
 
     def _may_enter(self, handshake: Handshake) -> bool:
-        """Return True if no epoch of a handshake has ended.
+        """Return False if a handshake found an ended epoch, else True.
 
-        Otherwise starts a reset or another handshake, and returns False.
+        Requests a reset if the server restored this epoch. Otherwise shakes hands again if no epoch is set.
         """
         numbers, since = handshake.known_numbers, handshake.submitted
         if any(self.history.has_ended(number, since) for number in numbers):
@@ -279,7 +279,7 @@ class Peer:
     def _is_slow(self, exchange: Exchange) -> bool:
         """Return True if an exchange has transferred some of its blocks by its deadline.
 
-        The server works. Reads of blocks that cannot arrive in time are avoided by the measured speed.
+        Such a server works. Its measured speed lets later reads leave out blocks that would arrive too late.
         """
         if self._gives_up_at_once or not isinstance(exchange, Transfer) or not exchange.has_moved_blocks:
             return False

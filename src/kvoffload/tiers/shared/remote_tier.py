@@ -98,7 +98,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
     - Three consecutive failures open the circuit breaker of the server. A read or write that has transferred
       some of its blocks by its deadline is no failure. While the breaker is open, every block is a miss at
       once, and queued jobs end. Only handshakes are sent, every few seconds.
-    - Three consecutive failures of probes, reads or writes open a breaker of that type alone. After a pause
+    - Probes, reads and writes also have a breaker each, which three consecutive failures open. After a pause
       one attempt is sent, and no request waits for it. The attempt closes the breaker or opens it again.
     - After a confirmed reset, new reads on all machines return no block from before the reset. Until the
       reset is confirmed, this tier is empty.
