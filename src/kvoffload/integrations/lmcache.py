@@ -169,7 +169,7 @@ class KVOffloadAdapter(L2AdapterInterface):
         """Delete objects of the kinds and formats that were stored, looked up or loaded since the start.
 
         Objects of other kinds or formats stay, because the store's keys depend on the format. Reports as
-        deleted the objects that were present, and the counted objects that the tiers have evicted.
+        deleted the objects that were present, and evicted objects that LMCache still counts.
         """
         try:
             with self._counting:

@@ -38,7 +38,7 @@ _BUFFERS = 4
 _BATCHES_IN_FLIGHT = 2
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.001
 _DRAIN_S = 0.005
-"""Longest wait of `clear` for one tier while it holds the lock, in seconds."""
+"""Seconds for which `clear` waits for one tier, at most, while `clear` holds the lock."""
 
 Addresses = npt.NDArray[np.int64]
 

@@ -88,7 +88,7 @@ class PrefixCache:
 
         If the answer cannot be stored, a warning is logged and the answer is returned.
 
-        Raises: `ConfigError` for arguments that change KV in addition to the tokens (images, embeddings,
+        Raises: `ConfigError` if KV depends on arguments other than the tokens (images, embeddings,
         positions), and for static, quantized and paged caches. All checks are made before the model computes.
         """
         ids = options.pop("input_ids", None) if inputs is None else inputs
@@ -165,8 +165,7 @@ class PrefixCache:
             raise ConfigError("attention_mask", None, f"give it: the prompts contain the padding token {pad}")
 
     def _setting(self, name: str, config: Any, options: dict[str, Any]) -> Any:
-        """Return a setting from the first of `options`, `config` and the model that has it; None if it is
-        unset."""
+        """Return a setting from `options`, else from `config`, else from the model; None if it is unset."""
         for value in (
             options.get(name),
             getattr(config, name, None),

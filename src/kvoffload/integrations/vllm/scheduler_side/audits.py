@@ -33,8 +33,8 @@ _MOST_DUE = 65536
 
 
 class Difference(NamedTuple):
-    """A stored block that differs from the computed block, with the largest difference of a value and the
-    place of this value."""
+    """A stored block that differs from the computed block. `difference`, `group` and `tensor` describe the
+    value that differs most."""
 
     key: bytes
     difference: float

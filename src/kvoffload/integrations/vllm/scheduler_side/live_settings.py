@@ -49,8 +49,8 @@ class LiveSettings:
     """Applies the settings of a file to a manager, when the file appears and whenever it changes.
 
     Another thread prepares a new policy, because its kernels may have to be compiled. If settings are wrong,
-    an error is logged and nothing changes. If a policy cannot be prepared, the old policy stays; quotas and
-    size of the same file apply.
+    an error is logged and nothing changes. If only the
+    policy cannot be prepared, the old policy stays, and the quotas and the size are applied.
 
     Args:
         path: the file. It need not exist.
@@ -65,7 +65,7 @@ class LiveSettings:
         self._manager: AnyManager | None = None
 
     def apply_to(self, manager: AnyManager) -> None:
-        """Apply the settings to `manager` from now on. It must have the policy of the engine's options."""
+        """Apply the settings to `manager` from now on. The manager must have the policy of `options`."""
         self._manager = manager
         self._policy = self._wanted = self._options.policy
         self._tenants = self._options.tenants or TenantOptions({}, {})

@@ -152,6 +152,6 @@ def positions_of(req_context: Any) -> dict[bytes, int]:
 
 
 def path_of(req_context: Any) -> list[bytes]:
-    """Return the keys of a request that vLLM has recorded, in the order of their tokens."""
+    """Return the keys that vLLM has recorded for a request, in the order of their tokens."""
     positions = positions_of(req_context)
     return sorted(positions, key=positions.__getitem__)

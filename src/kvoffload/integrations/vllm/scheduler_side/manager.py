@@ -112,9 +112,8 @@ def _shares_blocks(manager: KVOffloadManager) -> bool:
 
 
 _ends = contained(None, before=_forget_lookups_ahead, when_broken=_shares_blocks)
-"""Decorator for methods that end a request, a transfer or a step. It works as `_contained`, but if engines
-share the pool, the methods also run after an error, because other engines need the blocks and slots that they
-release."""
+"""Decorator for methods that end a request, a transfer or a step. It works as `_contained`. In a shared
+pool, a decorated method also runs after an error: it releases blocks and slots that other engines need."""
 
 
 class KVOffloadManager(OffloadingManager):
@@ -428,7 +427,7 @@ class KVOffloadManager(OffloadingManager):
         return record
 
     def _audited(self, request: Request, request_id: str, keys: Collection[bytes]) -> bool:
-        """Return True if this request, which has a hit, is audited. Then vLLM must compute its blocks."""
+        """Return True if this request with a hit is audited: vLLM then computes the request's blocks."""
         if self.audits is None or not self.audits.takes(request, request_id, keys):
             return False
         self._lookups.ahead = []

@@ -99,7 +99,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):
         return super().build_connector_meta(scheduler_output)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
-        """Return the number of a hit's tokens from each source.
+        """Divide the tokens of a hit by source. Returns a mapping: source -> number of tokens.
 
         If no block was promoted, all tokens come from RAM, and this method needs no lookup. vLLM's own method
         would look up each block, which takes a fifth of the CPU time of a step with long hits.
@@ -111,7 +111,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):
         return super().get_external_cache_hit_sources(request, num_external_tokens)
 
     def request_finished(self, request: Any) -> Any:
-        """Pass the finish reason to the manager. vLLM finishes the request later, after its last offer."""
+        """Pass the finish reason to the manager. vLLM finishes the request after the last offer."""
         self.manager.add_hints(request.request_id, finish_hints(request))
         return super().request_finished(request)
 

@@ -94,7 +94,7 @@ class Verifier:
             self._release(checks, key, damaged=checks[key].found_damage)
 
     def reset(self) -> None:
-        """Forget the number of pinned blocks, because a reset makes the plans of all checks void."""
+        """Set the number of pinned blocks to 0, after a reset has made the plans of all checks void."""
         self._held = 0
 
     def close(self) -> None:

@@ -60,7 +60,7 @@ EQUAL, CLOSE, UNJUDGED, DIFFERENT = 1, 2, 3, 4
 FINDING = np.dtype(
     [("result", np.uint8), ("group", np.uint8), ("tensor", np.uint16), ("difference", np.float32)]
 )
-"""Record of a block's audit: the result, the largest difference, and the KV group and tensor that have it."""
+"""Record of a block's audit: the result, the largest difference, and the KV group and tensor where it is."""
 
 
 class SharedPool:

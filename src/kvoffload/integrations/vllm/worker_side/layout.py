@@ -131,7 +131,7 @@ class Layout:
 
 
 def _offsets(sizes: Sequence[int], groups: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
-    """Return the offset of each tensor: the lowest at which it overlaps no earlier tensor of its groups."""
+    """Return the lowest offset of each tensor at which it overlaps no earlier tensor of the same group."""
     members = [{tensor for tensor, _ in group} for group in groups]
     starts: list[int] = []
     for tensor, size in enumerate(sizes):
