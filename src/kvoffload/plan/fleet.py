@@ -156,7 +156,7 @@ class Fleet:
         return self.hosts * per_host + purchase.servers * self.prices.server.price
 
     def holds_blocks(self, purchase: Purchase) -> bool:
-        """Return True if each bought part holds a block: RAM and SSDs of each replica, and the servers.
+        """Return True if each bought part has room for a block: RAM and SSDs of each replica, the servers.
 
         A scale below 1 does not help, because timed replays do not divide sizes by the scale.
         """

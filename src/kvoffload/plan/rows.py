@@ -180,7 +180,7 @@ class Cell:
     setup: Setup
 
     def points(self, fleet: Fleet, evidence: Evidence) -> list[Point]:
-        """Create the replays of this cell: one if replicas share servers or RAM, else one for each replica.
+        """Create the points of this cell: one if replicas share servers or RAM, else one for each replica.
 
         Replicas without requests are left out.
         """

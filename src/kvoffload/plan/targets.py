@@ -15,7 +15,7 @@ from kvoffload.sweep.bootstrap import Interval
 from kvoffload.sweep.table import YARDSTICK
 
 ENOUGH = 0.95
-"""Share of the largest gain over the GPUs alone that is enough if no target is set."""
+"""If no target is set, a purchase must reach this share of the largest gain over the GPUs alone."""
 ABOUT = 1.1
 """Two prices are about the same if the higher price is at most this multiple of the lower price."""
 

@@ -64,8 +64,7 @@ def open_members(
 
     Args:
         ram: the memory of RAM's slots; the number of slots is the capacity.
-        shared: the last tier, if engines of other RAM use this tier, too. None: this function opens the last
-            tier.
+        shared: the last tier, if engines with other RAM also use it; None to open the last tier here.
         quotas: quotas of tiers by name of the tier, for the first engine.
         manager: keyword arguments of `OffloadingManager`.
 

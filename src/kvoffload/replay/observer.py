@@ -104,7 +104,7 @@ class Observer(Protocol):
         """Called when the leading `num_hits` blocks of a request are loaded, before blocks are stored."""
 
     def decided(self, request: int, decision: Decision, codes: Codes) -> None:
-        """Called for each decision about these blocks while the request is served."""
+        """Called for each decision while a request is served. `codes`: the blocks of the decision."""
 
     def ended(self, codes: Codes, places: Places) -> None:
         """Called when the tiers' jobs have ended.

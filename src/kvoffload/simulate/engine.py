@@ -33,7 +33,7 @@ from kvoffload.simulate.report import LinkReport, TimedTierReport
 from kvoffload.traces.trace import Trace
 
 _ASKS_PER_DEADLINE = 40
-"""Lookups per `Timing.deadline_s` of a request that waits for a tier, while the engine has no step to run."""
+"""Number of lookups within `Timing.deadline_s` by a waiting request, while the engine has no step to run."""
 _ASKS_WHEN_QUIET = 2
 """Replaces `_ASKS_PER_DEADLINE` if no event has occurred for `Timing.deadline_s`.
 

@@ -101,8 +101,8 @@ class DevicePool:
     def release(self, lease: Lease) -> None:
         """Free the blocks of an ended request.
 
-        Contents that no request holds any longer become the last in the order of eviction. A second copy
-        becomes blank. If its first copy was evicted meanwhile, `find` finds the second copy instead.
+        If no other request holds a block's contents, the block will be evicted last. A second copy
+        becomes blank, unless the first copy was evicted meanwhile: then `find` finds the second copy.
         """
         holders, free = self._holders, self._free
         for code in reversed(lease.known):

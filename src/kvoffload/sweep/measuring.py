@@ -194,7 +194,7 @@ class Measuring:
         return Task(number, trace.source, point.config, trace.block_refs)
 
     def _estimated_work(self, point: Point) -> int:
-        """Estimate the time of a replay. Unit: time to replay one block reference through RAM alone.
+        """Estimate the time of a replay. A replay of one block reference through RAM alone takes the time 1.
 
         The longest replays start first, so that all workers end at about the same time.
         """

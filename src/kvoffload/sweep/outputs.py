@@ -58,7 +58,7 @@ def flat(row: msgspec.Struct) -> dict[str, Any]:
 
 
 def _types(row: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the columns of rows of this class, with their types."""
+    """Return a mapping: name of each column -> its type. `row`: the class of the rows."""
     types: dict[str, Any] = {}
     for field in msgspec.structs.fields(row):
         is_struct = isinstance(field.type, type) and issubclass(field.type, msgspec.Struct)

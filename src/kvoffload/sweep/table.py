@@ -170,7 +170,7 @@ class Runs:
         self._hits = [np.array(measurement.window_hits, np.int64) for measurement in measured]
 
     def ratio(self, number: int) -> Interval | None:
-        """Compute the interval of one point's prefix-hit ratio."""
+        """Compute the confidence interval of a point's prefix-hit ratio."""
         return self._draws[self.points[number].trace].ratio(self._hits[number])
 
     def difference(self, number: int, baseline: int) -> Interval | None:
