@@ -49,7 +49,7 @@ class OpenAIServer:
 
     Thread: any. Every method raises `NoAnswerError` if the server gives no usable answer.
 
-    Raises: `ConfigError` for any other URL.
+    Raises: `ConfigError` if `url` has another form.
     """
 
     def __init__(self, url: str, *, api_key: str = "", timeout_s: float) -> None:

@@ -159,7 +159,7 @@ def _own_memory(ram: object, num_blocks: int, block_bytes: int) -> MemoryTier:
 def _join(
     close_ram: ExitStack, pool: PoolDirectory, share_blocks: int, *arguments: Any, **keywords: Any
 ) -> NodeManager:
-    """Create the manager of shared RAM. `close_ram` will close the manager."""
+    """Create the manager of shared RAM, and register `manager.close` in the stack `close_ram`."""
     manager = NodeManager(*arguments, directory=pool, share_blocks=share_blocks, **keywords)
     close_ram.callback(manager.close)
     return manager

@@ -94,8 +94,8 @@ class KVRequest:
     def extend(self, token_ids: Tokens) -> None:
         """Append generated tokens. If the request was created with `keys`, append further keys instead.
 
-        The policies learn of the appended blocks at the next `store_from` or `load_into`. If the request has
-        loaded or stored blocks before, `finish` alone does not report the appended blocks.
+        The policies learn of the appended blocks at the next `store_from` or `load_into`. After the first
+        load or store, `finish` does not report blocks that were appended since the last load or store.
         """
         before = self._chain.num_tokens
         self._chain.extend(token_ids)

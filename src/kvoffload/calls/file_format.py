@@ -55,8 +55,8 @@ class Header(msgspec.Struct, frozen=True):
             the policy or the admission rule comes from another package, because it may read keys.
         key_bytes: length of the engine's keys in bytes.
         policy, admission, store: as for `OffloadingManager`.
-        refuses_unasked: attribute of `OffloadingManager`. False if the manager has tiers behind RAM, because
-            a block that RAM refuses would not reach the tiers.
+        refuses_unasked: as in `OffloadingManager`. False for a manager with tiers behind RAM, because the
+            tiers would not get the blocks that RAM refuses.
         part: number of this file in its recording, from 1.
         has_state: True if a state follows the header: the manager's state at the beginning of the part.
     """

@@ -373,7 +373,7 @@ class CallReplay:
 
 
 class _Results(NamedTuple):
-    """Exception and result of a call: `raised`, `expected` as recorded, `error`, `result` in the replay."""
+    """A call's recorded exception and result (`raised`, `expected`), and the replay's (`error`, `result`)."""
 
     raised: str
     expected: list[int]

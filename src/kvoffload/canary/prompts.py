@@ -78,7 +78,7 @@ def generated(
 ) -> list[Prompt]:
     """Generate prompts.
 
-    Half of the prompts are single, a quarter share beginnings, and a quarter are turns of conversations.
+    Half of the prompts are single. A quarter have a common beginning, and a quarter are conversation turns.
 
     Args:
         token_ids: range of token ids for prompts of random tokens, for servers whose tokenizer knows no

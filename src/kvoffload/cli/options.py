@@ -86,7 +86,7 @@ def _warn_once(subject: str, sentence: str) -> None:
 
 
 def warn_of_windows(model: str) -> None:
-    """Warn once per command if a model has sliding windows: its GPUs then hold more tokens than computed."""
+    """Warn once per command if a model has sliding windows, because GPUs hold more tokens than assumed."""
     count, num_layers = kv_bytes.sliding_layers(model)
     if count:
         _warn_once(

@@ -17,7 +17,7 @@ from kvoffload.plan.rows import PlanRow
 _WIDEST = 120
 _ROOMY, _NARROW = 110, 6
 """A terminal of `_ROOMY` or more characters per line shows all columns of the table. A narrower terminal
-shows the first `_NARROW` columns (with cache servers one more) and the last column."""
+shows the first `_NARROW` columns and the last column; if rows have cache servers, one column more."""
 
 
 def tables(answer: PlanAnswer, width: int = _WIDEST) -> Iterator[RenderableType]:

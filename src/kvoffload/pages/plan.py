@@ -49,7 +49,7 @@ def _parts(answer: PlanAnswer) -> Iterator[Part]:
 
 
 def _points(rows: Sequence[PlanRow], x: Sequence[float], name: str, **look: object) -> dict[str, object]:
-    """Build the points of a chart: the savings of each row at its `x`. Hover text names the purchase."""
+    """Build a chart's points: row `i` has its savings at ``x[i]``. Hover text names the purchase."""
     return {
         "type": "scatter", "mode": "markers", "name": name, "x": list(x),
         "y": [100 * row.saved for row in rows], "text": [_hover(row) for row in rows],

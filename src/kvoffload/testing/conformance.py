@@ -94,14 +94,14 @@ class PolicyConformance:
     failed_check: ClassVar[str] = ""
 
     def setup_method(self) -> None:
-        """Skip the check after a fatal failure. Start the limit of policy calls. Called by pytest."""
+        """Skip the check after a fatal failure. Limit the CPU time of policy calls. Called by pytest."""
         if failed := vars(type(self)).get("failed_check"):
             pytest.skip(f"earlier fatal fault: {failed} failed")
         self._limit = CallLimit(self.call_cpu_s)
         self._limit.begin()
 
     def teardown_method(self) -> None:
-        """Stop the limit of policy calls. Called by pytest after each check."""
+        """Stop limiting the CPU time of policy calls. Called by pytest after each check."""
         self._limit.end()
 
     # ---- form

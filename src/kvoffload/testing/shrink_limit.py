@@ -73,7 +73,7 @@ class _Limit:
         self._failed_at_s: float | None = None
 
     def after_example(self) -> None:
-        """Record the time of the first failure. Raise `_TimeIsUp` if the time limit after it has passed.
+        """Record the time of the first failure. Raise `_TimeIsUp` if the limit since then is exceeded.
 
         Call this method in a ``finally`` block: it reads the example's error from `sys.exc_info`.
         """

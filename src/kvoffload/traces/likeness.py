@@ -15,8 +15,8 @@ from kvoffload.traces.trace import Trace, codes_by_appearance, offsets_of
 from kvoffload.traces.workloads import BUILTIN, builtin
 
 _LEAST_SHARE = 0.005
-"""Smallest value of a feature that is a share. Smaller shares, such as 0, are replaced by it, because the
-distance divides features by each other.
+"""Lower limit for features that are shares. Smaller shares, such as 0, are raised to this limit, because the
+distance is computed from quotients of features.
 """
 
 

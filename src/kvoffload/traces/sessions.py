@@ -52,8 +52,8 @@ def generate(workload: Workload) -> Trace:
     """Generate all sessions and merge their requests by time.
 
     Time wraps around: a request that would arrive after the end of the recording moves to its start, as if
-    its session had begun before the recording. So the load is even from start to end, and the load does not
-    change the number of requests.
+    its session had begun before the recording. So the request rate is even from start to end, and
+    `sessions_per_minute` does not change the number of requests.
 
     Cost: about 0.7 s per million block references.
     """

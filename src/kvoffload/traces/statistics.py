@@ -51,8 +51,8 @@ class TraceStatistics:
             all sessions are named.
         turns_per_session, mean_turns: percentiles and mean of the number of requests of a session.
         turn_gap_s: time from a turn to the next turn.
-        new_blocks_first_turn, new_blocks_next_turn: number of blocks of a session's first request, and of a
-            later request, that no earlier request had.
+        new_blocks_first_turn, new_blocks_next_turn: blocks that no earlier request had, in a session's
+            first request and in a later request.
         concurrent_sessions: mean number of sessions in progress. A session is in progress from its first to
             its last request.
         reuse_time_s: time from a use of a block to its next use.

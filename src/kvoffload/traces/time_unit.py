@@ -16,10 +16,10 @@ _MOST_REQUESTS_PER_S = 1000
 """Highest plausible rate of a recording. Busy fleets have hundreds of requests per second."""
 _MOST_TOKENS_PER_S = 1000
 """Highest plausible median of the tokens of an answer, divided by the seconds to the next turn. Recordings
-have medians of 2 to 14. If their times are in seconds but read as ms, the medians are 2,000 to 14,000."""
+have medians of 2 to 14. If ms is assumed for times in seconds, the medians are 2,000 to 14,000."""
 _FEWEST_TURNS = 20
 _LONGEST_S = 3600
-"""Longest recording that is checked: an hour if read as ms. If read as seconds, it would take 41 days."""
+"""Limit of the duration of a checked recording: an hour if its unit is ms, 41 days if its unit is s."""
 
 
 def in_unit(trace: Trace, unit: str | None, name_or_path: str | Path) -> Trace:

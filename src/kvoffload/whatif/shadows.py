@@ -160,7 +160,7 @@ class Shadows:
         on_failure(shadow.setting.label, error)
 
     def estimates(self) -> list[Estimate]:
-        """Estimate the hit ratio of each setting, the current setting's first; empty before any lookup.
+        """Estimate the hit ratio of each setting; the current setting comes first. Empty before any lookup.
 
         Recorded requests are not included before `work` has served them.
         """
