@@ -57,8 +57,8 @@ class History:
             missing block was made, or `NO_REQUEST`.
         stored_at: shape ``(block_refs,)``, int32; the request during which the missing block was last stored
             in RAM, or `NO_REQUEST`.
-        was_in_tier: shape ``(block_refs,)``, int8; number (from 1) of the last tier that had the missing
-            block, the slowest if several had it at once; 0 if no tier had it.
+        was_in_tier: shape ``(block_refs,)``, int8; number (from 1) of the tier that had the missing block
+            most recently, the slowest if several had it; 0 if no tier had it.
 
     Cost: a few array operations per request, and a few bytes per block and per block reference.
     """
