@@ -413,7 +413,7 @@ def test_shrinking_is_bounded(monkeypatch: pytest.MonkeyPatch, seed: int | None)
 def test_start_policy_shows_the_number_of_checks() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "start-policy.md").read_text()
     assert f"\n{NUM_CHECKS} passed in " in page
-    assert f"a test class. It runs {NUM_CHECKS} checks" in page
+    assert f"test class, which runs {NUM_CHECKS} checks" in page
 
 
 @pytest.fixture
