@@ -73,18 +73,18 @@ class OpenAIServer:
         """Return the reply to a GET request or, with a body, to a POST request with this JSON body."""
         until = time.monotonic() + self._timeout_s
         with self._response(path, body) as response:
-            parts, num_bytes = list[bytes](), 0
+            chunks, num_bytes = list[bytes](), 0
             # `read1` returns the bytes that have arrived: a slow server cannot extend the deadline.
-            while part := response.read1(_CHUNK_BYTES):
-                parts.append(part)
-                num_bytes += len(part)
+            while chunk := response.read1(_CHUNK_BYTES):
+                chunks.append(chunk)
+                num_bytes += len(chunk)
                 if num_bytes > _MOST_BYTES:
                     raise NoAnswerError(self.url, path, f"answers with more than {_MOST_BYTES >> 20} MiB")
                 if time.monotonic() > until:
                     raise TimeoutError
             if response.length:
                 raise http.client.IncompleteRead(b"", response.length)
-        return b"".join(parts)
+        return b"".join(chunks)
 
     def json(self, path: str, body: object = None) -> Any:
         """Return the reply of `get`, parsed."""

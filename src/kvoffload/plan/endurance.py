@@ -57,8 +57,8 @@ def budgeted_row(rows: Sequence[Measured], chosen: Measured) -> Measured | None:
     """Return the row whose write budget is reported; None if no feasible row has a write budget.
 
     If the chosen row has a write budget, return it. Otherwise return the best feasible row with a write
-    budget. If purchases with such a row also have rows that would wear SSDs out, the best of those
-    wearing rows decides: only its purchase is considered.
+    budget. If a purchase with such a feasible row also has rows that would wear its SSDs out, consider only
+    the purchase with the best of these wearing rows.
     """
     if chosen.row.ssd_write_budget:
         return chosen

@@ -35,19 +35,19 @@ def plugin_failure(error: BaseException) -> PluginFailure | None:
 
     If methods of user's classes call each other through this package, the innermost method is described.
     """
-    found: tuple[TracebackType, str] | None = None
+    innermost: tuple[TracebackType, str] | None = None
     calls_it, entry = False, error.__traceback__
     while entry is not None:
         is_ours = entry.tb_frame.f_code.co_filename.startswith(_PACKAGE)
         if calls_it and not is_ours and (name := _name_of(entry.tb_frame)):
-            found = entry, name
+            innermost = entry, name
         calls_it, entry = is_ours, entry.tb_next
-    if found is None:
+    if innermost is None:
         return None
-    entry, name = found
-    what = f"{type(error).__name__}: {error}".removesuffix(": ").replace("\n", " ")
+    entry, name = innermost
+    exception = f"{type(error).__name__}: {error}".removesuffix(": ").replace("\n", " ")
     at = traceback.extract_tb(entry)[-1]
-    summary = f"{name} raised {what} ({Path(at.filename).name}, line {at.lineno})"
+    summary = f"{name} raised {exception} ({Path(at.filename).name}, line {at.lineno})"
     return PluginFailure(summary, "".join(traceback.format_exception(type(error), error, entry)))
 
 

@@ -138,7 +138,7 @@ class DirectoryLock:
 def locked_for_reading(slab: Path) -> Iterator[None]:
     """Hold shared locks that keep writers away from a slab, in a directory that cannot be written.
 
-    Such a directory can have a writer: a file system may be mounted twice, once of them read-only.
+    A read-only directory can have a writer: a file system may be mounted twice, once of them read-only.
 
     Raises: `UnavailableError` if a process has the directory open; `OSError`.
     """

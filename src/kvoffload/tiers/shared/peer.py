@@ -279,7 +279,8 @@ class Peer:
     def _is_slow(self, exchange: Exchange) -> bool:
         """Return True if an exchange has transferred some of its blocks by its deadline.
 
-        Such a server works. Its measured speed lets later reads leave out blocks that would arrive too late.
+        A server that transfers some blocks works. Its measured speed lets later reads leave out blocks that
+        would arrive too late.
         """
         if self._gives_up_at_once or not isinstance(exchange, Transfer) or not exchange.has_moved_blocks:
             return False
