@@ -6,9 +6,10 @@ that passed, failed or did not run, with reasons. Writes the same as JSON. Exits
 
     equality    compares bytes: every copy method, both directions, layouts of several shapes
     bandwidth   our copies against one cudaMemcpyAsync of the same bytes between pinned memory and the device
-    threshold   runs against gathering for scattered blocks: the best value of `RUN_BYTES`
-    overlap     the share of a store that a computation hides
+    threshold   scattered blocks copied in runs, by kernels and through a buffer, to choose `RUN_BYTES`
+    overlap     the share of a store that a computation hides: copied in runs, and by kernels
     checks      the host's time to verify a block
+    open        `kvoffload.open` with tensors of an engine and models of transformers (`gpu_check_open.py`)
     vllm        the vLLM integration, each part in its own process (`gpu_check_vllm.py`): the copies, then
                 engines with model runners V1 and V2, CUDA graphs, zeroing of new blocks, and two GPUs
 """
@@ -16,6 +17,7 @@ that passed, failed or did not run, with reasons. Writes the same as JSON. Exits
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import platform
@@ -38,12 +40,27 @@ import torch as untyped_torch
 from kvoffload.transfer import copy_engine_for
 from kvoffload.transfer import cuda as ways
 from kvoffload.transfer.engine import byte_rows
+from kvoffload.transfer.pinned import PinnedPools
 
 torch: Any = untyped_torch
 Rows = npt.NDArray[np.int64]
 KIB, MIB = 1024, 1024 * 1024
-EVERY_WAY = {"as planned": None, "runs": 0, "gathered": 1 << 62}
-"""Copy methods by name, with the value of `RUN_BYTES` that forces them."""
+EVERY_WAY = {"as planned": ways.RUN_BYTES, "runs": 0, "kernels": 1 << 62, "buffer": 1 << 62}
+"""Copy methods by name, with the value of `RUN_BYTES` that forces them. The buffer also needs a pool that
+kernels cannot access."""
+
+
+@contextlib.contextmanager
+def forced(way: str) -> Iterator[None]:
+    """Force a copy method."""
+    usual, mapped = ways.RUN_BYTES, PinnedPools.mapped
+    ways.RUN_BYTES = EVERY_WAY[way]
+    if way == "buffer":
+        PinnedPools.mapped = lambda self, pool: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ways.RUN_BYTES, PinnedPools.mapped = usual, mapped  # type: ignore[method-assign]
 
 
 class Machine:
@@ -109,17 +126,17 @@ def rows_of(kind: str, num_rows: int, count: int) -> Rows:
 def equality(machine: Machine, sizes: list[int]) -> dict[str, Any]:
     """Store blocks, load them into other rows, and compare with the result of a loop."""
     cases, wrong = 0, []
-    every_way = EVERY_WAY if machine.is_gpu else {"as planned": None}  # on CPU tensors there is one way
+    every_way = EVERY_WAY if machine.is_gpu else ["as planned"]  # on CPU tensors there is one way
     for block_bytes in sizes:
         num_blocks = max(16, min(64, 64 * MIB // block_bytes))
         count = num_blocks // 2
         for layout, tensor in layouts(machine, num_blocks, block_bytes):
             before = byte_rows(tensor).cpu().numpy().copy()
             for kind in ("neighbours", "all but some", "scattered"):
-                for way, run_bytes in every_way.items():
+                for way in every_way:
                     device_rows, slots = rows_of(kind, num_blocks, count), rows_of(kind, count + 8, count)
                     pool = machine.host_pool(count + 8, before.shape[1])
-                    result = there_and_back(tensor, pool, device_rows, slots, run_bytes)
+                    result = there_and_back(tensor, pool, device_rows, slots, way)
                     expected = before.copy()
                     expected[device_rows[::-1]] = before[device_rows]
                     sound = np.array_equal(pool[slots], before[device_rows])
@@ -131,21 +148,19 @@ def equality(machine: Machine, sizes: list[int]) -> dict[str, Any]:
 
 
 def there_and_back(
-    tensor: Any, pool: npt.NDArray[np.uint8], device_rows: Rows, slots: Rows, run_bytes: int | None
+    tensor: Any, pool: npt.NDArray[np.uint8], device_rows: Rows, slots: Rows, way: str
 ) -> npt.NDArray[np.uint8]:
     """Store rows, and load them in reverse order; returns the tensor's bytes."""
-    usual = ways.RUN_BYTES
-    ways.RUN_BYTES = usual if run_bytes is None else run_bytes
     engine = copy_engine_for(tensor)
     try:
-        stored = engine.store(device_rows, pool, slots)
-        stored.wait()
-        engine.load(pool, slots, device_rows[::-1].copy()).wait()
+        with forced(way):
+            stored = engine.store(device_rows, pool, slots)
+            stored.wait()
+            engine.load(pool, slots, device_rows[::-1].copy()).wait()
         facts: npt.NDArray[np.uint8] = byte_rows(tensor).cpu().numpy()
         return facts
     finally:
         engine.close()
-        ways.RUN_BYTES = usual
 
 
 class Bench:
@@ -201,32 +216,34 @@ def bandwidth(machine: Machine, sizes: list[int], total_bytes: int) -> list[dict
 
 
 def threshold(machine: Machine, sizes: list[int], total_bytes: int) -> list[dict[str, Any]]:
-    """Compare single copies of scattered blocks with gathered copies, for several block sizes."""
-    usual, rows = ways.RUN_BYTES, []
+    """Compare the copy methods for scattered blocks of several sizes."""
+    rows = []
     for block_bytes in sizes:
         bench = Bench(machine, block_bytes, total_bytes)
         row: dict[str, Any] = {"block_kib": block_bytes // KIB}
         for verb in ("store", "load"):
-            speeds = {}
-            for way in ("runs", "gathered"):
-                forced = EVERY_WAY[way]
-                assert forced is not None
-                ways.RUN_BYTES = forced
-                speeds[way] = bench.gb_per_s(verb, "scattered")
-            ways.RUN_BYTES = usual
-            row[f"{verb} gathered/runs"] = round(speeds["gathered"] / speeds["runs"], 2)
-        row["gathered now"] = block_bytes < usual
+            for way in ("runs", "kernels", "buffer"):
+                with forced(way):
+                    row[f"{verb}, {way}, GB/s"] = round(bench.gb_per_s(verb, "scattered"), 1)
+        row["runs now"] = block_bytes >= ways.RUN_BYTES
         bench.engine.close()
         rows.append(row)
     return rows
 
 
-def overlap(machine: Machine, total_bytes: int) -> dict[str, Any]:
+def overlap(machine: Machine, total_bytes: int) -> list[dict[str, Any]]:
     """Measure the overlap of a store with matrix products: 1 if fully hidden, 0 if they run in turn."""
-    bench = Bench(machine, 2 * MIB, total_bytes)
+    rows = [overlap_of(machine, total_bytes, 2 * MIB, "neighbours")]
+    if machine.is_gpu:
+        rows.append(overlap_of(machine, total_bytes, 64 * KIB, "scattered"))
+    return rows
+
+
+def overlap_of(machine: Machine, total_bytes: int, block_bytes: int, kind: str) -> dict[str, Any]:
+    bench = Bench(machine, block_bytes, total_bytes)
     size = 4096 if machine.is_gpu else 512
     matrix = torch.rand((size, size), device=machine.device, dtype=torch.float32)
-    rows, slots = bench.rows("neighbours"), np.arange(bench.num_blocks)
+    rows, slots = bench.rows(kind), np.arange(bench.num_blocks)
     copying = machine.seconds(lambda: bench.store(rows))
     product_s = machine.seconds(lambda: matrix @ matrix)
     products = max(1, round(copying / product_s))
@@ -245,6 +262,7 @@ def overlap(machine: Machine, total_bytes: int) -> dict[str, Any]:
     bench.engine.close()
     hidden = (copying + computing - together) / min(copying, computing)
     return {
+        "block_kib": block_bytes // KIB,
         "copy_ms": 1e3 * copying,
         "compute_ms": 1e3 * computing,
         "both_ms": 1e3 * together,
@@ -280,14 +298,24 @@ ENGINES = [
 ON_THE_CPU = ["--requests", "24", "--documents", "5"]
 
 
+def open_parts(is_gpu: bool) -> list[dict[str, Any]]:
+    """Run the parts of `kvoffload.open` in a separate process."""
+    missing = [name for name in ("msgspec", "xxhash") if importlib.util.find_spec(name) is None]
+    if missing:
+        why = f"{' and '.join(missing)} not installed for {sys.executable}"
+        return [{"part": "open API", "status": "not run", "why": why}]
+    return parts_of("gpu_check_open.py", ["--device", "cuda" if is_gpu else "cpu"])
+
+
 def vllm_parts(is_gpu: bool) -> list[dict[str, Any]]:
     """Run the parts that need vLLM, each in a separate process."""
     if importlib.util.find_spec("vllm") is None:
         return [{"part": "vllm", "status": "not run", "why": f"vLLM is not installed for {sys.executable}"}]
     device = ["--device", "cuda" if is_gpu else "cpu"]
-    parts = vllm_part(["copies", *device])
+    script = "gpu_check_vllm.py"
+    parts = parts_of(script, ["copies", *device])
     for arguments in ENGINES if is_gpu else [ON_THE_CPU]:
-        parts += vllm_part(["engine", *device, *arguments])
+        parts += parts_of(script, ["engine", *device, *arguments])
     if not is_gpu:
         why = "no GPU here"
         parts += [
@@ -297,12 +325,12 @@ def vllm_parts(is_gpu: bool) -> list[dict[str, Any]]:
     return parts
 
 
-def vllm_part(arguments: list[str]) -> list[dict[str, Any]]:
-    """Run a part that needs vLLM; returns its results, or a failure if its process wrote nothing."""
-    script, name = Path(__file__).with_name("gpu_check_vllm.py"), " ".join(arguments)
+def parts_of(script: str, arguments: list[str]) -> list[dict[str, Any]]:
+    """Run a script beside this file; returns its parts, or a failure if its process wrote nothing."""
+    path, name = Path(__file__).with_name(script), " ".join([script, *arguments])
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "parts.json"
-        command = [sys.executable, str(script), *arguments, "--out", str(out)]
+        command = [sys.executable, str(path), *arguments, "--out", str(out)]
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=PART_LIMIT_S, errors="replace", check=False
@@ -388,7 +416,7 @@ def main() -> int:
     page["overlap"] = overlap(machine, total_bytes)
     page["checks"] = checks(machine, sizes[1:])
     print(report(page), flush=True)
-    page["parts"] = of_page(page) + vllm_parts(machine.is_gpu)
+    page["parts"] = of_page(page) + open_parts(machine.is_gpu) + vllm_parts(machine.is_gpu)
     page["seconds"] = round(time.perf_counter() - began, 1)
     print(f"\nparts\n{table(page['parts'])}")
     text = json.dumps(page, indent=2)

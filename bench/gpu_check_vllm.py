@@ -219,8 +219,10 @@ def settings_of(chosen: argparse.Namespace) -> dict[str, Any]:
         "tensor_parallel_size": chosen.tp,
     }
     if chosen.device != "cpu":
-        settings |= {"dtype": "bfloat16", "gpu_memory_utilization": 0.3, "block_size": 16}
+        settings |= {"dtype": "bfloat16", "block_size": 16}
         settings |= {"num_gpu_blocks_override": 96}
+        # No measurement of free memory at the start: other processes may use the device.
+        settings |= {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 2**28}
     if chosen.tp > 1:
         settings["distributed_executor_backend"] = "mp"
     return settings

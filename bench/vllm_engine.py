@@ -1,11 +1,14 @@
 """A real vLLM engine replays a cut of a recorded trace: without offloading, with vLLM's manager, with ours.
 
-    KVOFFLOAD_TRACES=... .venv-vllm/bin/python bench/vllm_engine.py [--rounds 3] [--longest 32]
+    KVOFFLOAD_TRACES=... .venv-vllm/bin/python bench/vllm_engine.py [--rounds 3] [--device cuda]
 
 The cut consists of 300 requests of 16 parallel sessions from the second half of the agentic recording, each
 cut to its first 32 blocks. A block of the trace (512 tokens) becomes a block of the engine (32 tokens) with
 token ids derived from its number, so that shared blocks stay shared. The model is the tiny model of
 tests/vllm, in one thread, in bf16; answers are not compared.
+
+With ``--device cuda`` a block has its 512 tokens, and the model has the shape of Llama 3.2 3B with random
+weights. All engines share the GPU: 6 GiB each, and the KV cache.
 
 Each side is an engine in a separate process. The engines take turns, with one slice of the trace per turn, so
 that changes of the machine's speed affect all. Ratios are medians, relative to vLLM's LRU on the same slice
@@ -31,7 +34,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK_TOKENS, VOCABULARY, ANSWER_TOKENS, AT_ONCE = 32, 1024, 4, 2
@@ -52,6 +55,38 @@ SIDES: dict[str, dict[str, Any] | None] = {
 }
 KEYED = {"ours lru, key by key": _OURS | {"policy": "lru"}}
 BASE = "vLLM lru"
+_NATIVE_ON_GPU = {"spec_name": "CPUOffloadingSpec", "spec_module_path": "vllm.v1.kv_offload.cpu.spec"}
+
+LLAMA_3B = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 3072,
+    "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24, "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128_256, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0,
+    "hidden_act": "silu", "tie_word_embeddings": True, "torch_dtype": "bfloat16", "bos_token_id": 0,
+    "eos_token_id": 1,
+}  # fmt: skip
+
+
+class Scale(NamedTuple):
+    """Sizes for a device, and the model. `block_tokens` are the tokens of a trace's block."""
+
+    block_tokens: int
+    engine_block_tokens: int
+    step_tokens: int
+    model: dict[str, Any]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of KV for a trace's block."""
+        heads = self.model["num_key_value_heads"] * self.model["head_dim"] * self.model["num_hidden_layers"]
+        return int(2 * 2 * heads * self.block_tokens)
+
+
+def scale_of(device: str) -> Scale:
+    """Return the sizes for ``cpu`` or ``cuda``."""
+    if device == "cuda":
+        return Scale(512, 16, 8192, LLAMA_3B)
+    return Scale(BLOCK_TOKENS, BLOCK_TOKENS, 8 * BLOCK_TOKENS, tiny().LLAMA)
 
 
 def cut(path: Path, requests: int, longest: int) -> list[list[int]]:
@@ -74,12 +109,12 @@ def cut(path: Path, requests: int, longest: int) -> list[list[int]]:
     return selected
 
 
-def prompt_of(blocks: list[int]) -> list[int]:
+def prompt_of(blocks: list[int], block_tokens: int = BLOCK_TOKENS) -> list[int]:
     """Return token ids; equal blocks have equal tokens."""
     prompt: list[int] = []
     for block in blocks:
         rng = random.Random(block)
-        prompt += [rng.randrange(2, VOCABULARY) for _ in range(BLOCK_TOKENS)]
+        prompt += [rng.randrange(2, VOCABULARY) for _ in range(block_tokens)]
     return prompt
 
 
@@ -129,16 +164,28 @@ class Side:
     """
 
     def __init__(self, model: Path, offload: dict[str, Any] | None, options: argparse.Namespace) -> None:
+        scale = scale_of(options.device)
+        per_block = scale.block_tokens // scale.engine_block_tokens
         settings: dict[str, Any] = {
             "dtype": "bfloat16",
-            "block_size": BLOCK_TOKENS,
-            "num_gpu_blocks_override": options.gpu_blocks + 1,
-            "max_model_len": options.longest * BLOCK_TOKENS + 64,
-            "max_num_batched_tokens": 8 * BLOCK_TOKENS,
+            "block_size": scale.engine_block_tokens,
+            "num_gpu_blocks_override": options.gpu_blocks * per_block + 1,
+            "max_model_len": options.longest * scale.block_tokens + 64,
+            "max_num_batched_tokens": scale.step_tokens,
         }
+        if options.device == "cuda":
+            # Without a measurement of free memory, because other engines start at the same time.
+            kv_bytes = (options.gpu_blocks + 1) * scale.block_bytes
+            settings |= {
+                "load_format": "dummy",
+                "gpu_memory_utilization": 0.05,
+                "kv_cache_memory_bytes": kv_bytes,
+            }
         if offload is not None:
             connector = offload.pop("connector", False)
-            offload["cpu_bytes_to_use"] = options.ram_blocks * self._block_bytes()
+            offload["cpu_bytes_to_use"] = options.ram_blocks * scale.block_bytes
+            if options.device == "cuda" and offload["spec_name"] == _NATIVE["spec_name"]:
+                offload |= _NATIVE_ON_GPU
             settings["connector"] = connector
         self.engine = tiny().Engine(model, offload, **settings)
         self.offloads = offload is not None
@@ -149,12 +196,6 @@ class Side:
             self._watch(self.engine.connector.connector_scheduler)
         else:
             self._watch_plain()
-
-    @staticmethod
-    def _block_bytes() -> int:
-        llama = tiny().LLAMA
-        heads = llama["num_key_value_heads"] * llama["head_dim"] * llama["num_hidden_layers"]
-        return int(2 * 2 * heads * BLOCK_TOKENS)
 
     def _watch(self, scheduler: Any) -> None:
         manager = scheduler.manager
@@ -232,10 +273,12 @@ def serve(options: argparse.Namespace) -> None:
     """Replay the parent's slices: reads a slice per line, writes its measurements as a line."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    prompts = [prompt_of(blocks) for blocks in cut(options.trace, options.requests, options.longest)]
+    block_tokens = scale_of(options.device).block_tokens
+    requests = cut(options.trace, options.requests, options.longest)
+    prompts = [prompt_of(blocks, block_tokens) for blocks in requests]
     offload = (SIDES | KEYED)[options.side]
     side = Side(options.model, dict(offload) if offload else None, options)
-    side.replay("warm-up", [prompt_of(list(range(-5, 0))) for _ in range(3)])
+    side.replay("warm-up", [prompt_of(list(range(-5, 0)), block_tokens)] * 3)
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         round_number, start, stop = json.loads(line)
@@ -250,7 +293,7 @@ def serve(options: argparse.Namespace) -> None:
 
 
 class Process:
-    """An engine in a separate process."""
+    """An engine in a separate process. It prints a line when it is ready."""
 
     script = __file__
 
@@ -264,7 +307,7 @@ class Process:
             "PYTHONPATH": os.pathsep.join([str(ROOT / "bench"), *sys.path[1:]]),
         }
         arguments = [sys.executable, self.script, "--side", side, "--model", str(model)]
-        for name in ("trace", "requests", "longest", "gpu_blocks", "ram_blocks"):
+        for name in ("trace", "requests", "longest", "gpu_blocks", "ram_blocks", "device"):
             arguments += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (as long as the process)
         self._process = subprocess.Popen(
@@ -275,7 +318,6 @@ class Process:
             text=True,
             env=environment,
         )
-        self.answer()
 
     def answer(self) -> str:
         """Return the next line that the process prints."""
@@ -300,6 +342,16 @@ class Process:
         self._process.wait(60)
 
 
+def model_for(device: str, directory: Path) -> Path:
+    """Write the model of a device; on a GPU only its shape, because its weights are random."""
+    if device == "cpu":
+        path: Path = tiny().write_llama(directory)
+        return path
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(LLAMA_3B))
+    return directory
+
+
 def run(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     """Run every slice of every round on each side in turn; returns side -> measurements of its slices."""
     names = [
@@ -309,10 +361,10 @@ def run(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     ]
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as directory:
-        model = tiny().write_llama(Path(directory) / "model")
-        engines = {}
-        for name in names:
-            engines[name] = Process(name, model, options)
+        model = model_for(options.device, Path(directory) / "model")
+        engines = {name: Process(name, model, options) for name in names}
+        for name, engine in engines.items():
+            engine.answer()
             print(f"{name}: ready", file=sys.stderr)
         for round_number in range(options.rounds):
             for start in range(0, options.requests, options.slice):
@@ -321,6 +373,8 @@ def run(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
                     stop = min(start + options.slice, options.requests)
                     results[name].append(engines[name].replay(round_number, start, stop))
                     print(f"round {round_number + 1}, {stop}: {name}", file=sys.stderr)
+        if options.format == "table":
+            show(summary(results, options.rounds))  # before the engines end, which takes a while
         for engine in engines.values():
             engine.end()
     return results
@@ -387,6 +441,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu-blocks", type=int, default=100)
     parser.add_argument("--ram-blocks", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--slice", type=int, default=50, help="requests per turn")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)

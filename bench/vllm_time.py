@@ -90,7 +90,7 @@ def machine_of(times: list[Any]) -> Machine:
     """Fit the machine of the timed replay to measurements."""
     tokens, seconds, generating = zip(*times, strict=True)
     step_s, linear, squared = fit_prefill(tokens, seconds, STEP_TOKENS)
-    block = bench.Side._block_bytes()
+    block = bench.scale_of("cpu").block_bytes
     bytes_per_s = memory_copies(block, 64, 20)["memory_copy_bytes_per_s"].value
     values = {
         "prefill_s_per_token": linear,
@@ -122,7 +122,9 @@ def trace_of(requests: list[list[int]]) -> Trace:
 
 def simulated(trace: Trace, machine: Machine, options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Replay each side with and without a clock."""
-    timing = Timing(machine, bench.Side._block_bytes(), step_tokens=STEP_TOKENS, at_once=bench.AT_ONCE)
+    timing = Timing(
+        machine, bench.scale_of("cpu").block_bytes, step_tokens=STEP_TOKENS, at_once=bench.AT_ONCE
+    )
     rows = {}
     for name, offload in SIDES.items():
         config = None
@@ -156,7 +158,9 @@ class AtDrop(VictimOffload):
 
 def why(trace: Trace, machine: Machine, options: argparse.Namespace) -> None:
     """Print, step by step, why a victim tier has more hits in a replay without a clock."""
-    timing = Timing(machine, bench.Side._block_bytes(), step_tokens=STEP_TOKENS, at_once=bench.AT_ONCE)
+    timing = Timing(
+        machine, bench.scale_of("cpu").block_bytes, step_tokens=STEP_TOKENS, at_once=bench.AT_ONCE
+    )
     blocks, most = options.gpu_blocks, np.maximum(np.diff(trace.offsets) - 1, 0)
     for policy in ("lru", "hazard"):
         config = ReplayConfig(options.ram_blocks, policy, device_blocks=blocks, store="on-device-eviction")
@@ -194,6 +198,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as directory:
             model = bench.tiny().write_llama(Path(directory) / "model")
             measuring = Measuring("no offload", model, options)
+            measuring.answer()
             times = measuring.times()
             rows = bench.summary(bench.run(options), options.rounds)
             times += measuring.times()

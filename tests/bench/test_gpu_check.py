@@ -47,7 +47,7 @@ def test_without_vllm_the_rest_is_run(check: Any, monkeypatch: pytest.MonkeyPatc
 def test_on_a_gpu_every_engine_is_tried(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[list[str]] = []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(check, "vllm_part", lambda arguments: tried.append(arguments) or [])
+    monkeypatch.setattr(check, "parts_of", lambda script, arguments: tried.append(arguments) or [])
     check.vllm_parts(is_gpu=True)
     assert tried[0] == ["copies", "--device", "cuda"]
     engines = [" ".join(arguments[3:]) for arguments in tried[1:]]
@@ -60,7 +60,8 @@ def test_without_a_gpu_the_table_lists_parts_that_were_not_run(
     check: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(check, "vllm_part", lambda arguments: [{"part": "x", "status": "passed", "why": ""}])
+    passed = {"part": "x", "status": "passed", "why": ""}
+    monkeypatch.setattr(check, "parts_of", lambda script, arguments: [dict(passed)])
     parts = check.vllm_parts(is_gpu=False)
     assert [part_report["status"] for part_report in parts] == ["passed"] * 2 + ["not run"] * 7
     text = check.table(parts)
@@ -82,7 +83,7 @@ def test_a_process_that_dies_is_a_part_that_failed(
     check: Any, monkeypatch: pytest.MonkeyPatch, parts: Any, code: int, statuses: list[str]
 ) -> None:
     monkeypatch.setattr(check.subprocess, "run", ran(parts, code))
-    reports = check.vllm_part(["engine", "--device", "cuda"])
+    reports = check.parts_of("gpu_check_vllm.py", ["engine", "--device", "cuda"])
     assert [report["status"] for report in reports] == statuses
     for report in reports:
         assert ("output" in report) == (report["status"] == "failed")

@@ -1,8 +1,9 @@
 """A fake CUDA runtime in host memory, with lagging streams, a pending error and pinned ranges.
 
 `installed` replaces ``torch.cuda`` by the fake. Tensors of `FakeCuda.tensor` are on a device: copies and
-kernels on them wait in their stream until a caller waits for the stream. As with CUDA, a copy is asynchronous
-if its host memory is pinned, an error if a part of that memory is pinned, and otherwise blocks the host.
+kernels on them wait in their stream until a caller waits for the stream. As with CUDA, a copy with
+`non_blocking` is asynchronous if its host memory is pinned, and an error if a part of that memory is pinned.
+Other copies block the host.
 
 The fake has no timing, and no behaviour of real drivers beyond these rules.
 """
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -121,14 +123,20 @@ class FakeCuda:
         last_error: the pending error, until `cudaGetLastError` or the check after a launch.
         broken: a permanent error.
         pin_limit: total bytes that can be pinned.
+        can_map: whether kernels can access pinned host memory. If not, torch copies it to the device.
         host_waits: number of copies that blocked the host.
         spins: number of waits for events that spin.
     """
 
     def __init__(
-        self, order: str | int = LATE, *, pin_limit: int = 1 << 40, has_last_error: bool = True
+        self,
+        order: str | int = LATE,
+        *,
+        pin_limit: int = 1 << 40,
+        has_last_error: bool = True,
+        can_map: bool = True,
     ) -> None:
-        self.order, self.pin_limit = order, pin_limit
+        self.order, self.pin_limit, self.can_map = order, pin_limit, can_map
         self.rng = random.Random(order) if isinstance(order, int) else None
         self.streams: list[Stream] = []
         self.current, self.contexts = 0, set[int]()
@@ -272,6 +280,18 @@ class FakeCuda:
             self._kept.append(made)
         return made
 
+    def mapped(self, array: Any, index: int) -> Any:
+        """Return pinned host memory as a tensor on the device, like torch for an array of the device."""
+        facts = dict(array.__cuda_array_interface__)
+        host = np.asarray(SimpleNamespace(__array_interface__=facts))
+        span = sum(step * (size - 1) for step, size in zip(host.strides, host.shape, strict=True)) + 1
+        if not self.is_pinned(facts["data"][0], span):
+            raise RuntimeError("The specified pointer resides on host memory and is not registered")
+        self._kept.append(array)
+        if not self.can_map:
+            return self.tensor(torch.from_numpy(host), index)
+        return torch.from_numpy(host).as_subclass(type("DeviceTensor", (DeviceTensor,), {"index": index}))
+
     def progress(self) -> None:
         """Run submitted work as `order` demands."""
         for stream in self.streams:
@@ -280,7 +300,7 @@ class FakeCuda:
             ):
                 stream.run_one()
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
         """Submit a copy between device and host to the current stream."""
         self.check()
         host = source if isinstance(target, DeviceTensor) else target
@@ -294,7 +314,7 @@ class FakeCuda:
             )
         stream = self.current_stream()
         stream.submit(lambda: raw[0].copy_(raw[1]))
-        if not pinned:
+        if not pinned or not non_blocking:
             self.host_waits += 1
             while stream.queue:
                 stream.run_one()
@@ -316,6 +336,8 @@ class _Intercepted(TorchFunctionMode):
         kwargs, cuda = kwargs or {}, self._cuda
         if func is torch.empty and kwargs.pop("pin_memory", False):
             return cuda.allocate_pinned(torch.empty(*args, **kwargs))
+        if func is torch.as_tensor and str(kwargs.get("device", "")).startswith("cuda"):
+            return cuda.mapped(args[0], torch.device(kwargs["device"]).index)
         if func is torch.zeros and str(kwargs.get("device", "")).startswith("cuda"):
             del kwargs["device"]
             return cuda.tensor(torch.zeros(*args, **kwargs), cuda.current)
@@ -327,12 +349,16 @@ class _Intercepted(TorchFunctionMode):
             # Like torch, which examines the first byte of the storage.
             return cuda.is_pinned(args[0].untyped_storage().data_ptr(), 1) is True
         if func is torch.Tensor.copy_ and any(isinstance(argument, DeviceTensor) for argument in args[:2]):
-            cuda.copy(*args[:2])
+            cuda.copy(*args[:2], kwargs.get("non_blocking", False))
             return args[0]
         if func is torch.Tensor.to and len(args) > 1 and str(args[1]).startswith("cuda"):
-            return self._to(*args[:2])
+            return self._to(*args[:2], kwargs.get("non_blocking", False))
         if func is torch.Tensor.index_select and isinstance(args[0], DeviceTensor):
             return self._index_select(*args)
+        if func is torch.cat and isinstance(args[0][0], DeviceTensor):
+            return self._made(func, args[0], *args[1:])
+        if func is torch.Tensor.contiguous and isinstance(args[0], DeviceTensor):
+            return args[0] if args[0].is_contiguous() else self._made(func, args[0])
         if func is torch.Tensor.index_copy_ and isinstance(args[0], DeviceTensor):
             assert isinstance(args[2], DeviceTensor), "indices on the host"
             raw = [tensor.as_subclass(torch.Tensor) for tensor in (args[0], *args[2:])]
@@ -340,9 +366,21 @@ class _Intercepted(TorchFunctionMode):
             return args[0]
         return func(*args, **kwargs)
 
-    def _to(self, tensor: torch.Tensor, device: Any) -> Any:
+    def _to(self, tensor: torch.Tensor, device: Any, non_blocking: bool) -> Any:
         made = self._cuda.tensor(torch.zeros_like(tensor), torch.device(device).index)
-        self._cuda.copy(made, tensor)
+        self._cuda.copy(made, tensor, non_blocking)
+        return made
+
+    def _made(self, func: Any, source: Any, *rest: Any) -> Any:
+        """Run a kernel whose result is a new tensor."""
+        first, raw = (
+            (source[0], [each.as_subclass(torch.Tensor) for each in source])
+            if isinstance(source, list)
+            else (source, source.as_subclass(torch.Tensor))
+        )
+        made = self._cuda.tensor(torch.zeros_like(func(raw, *rest)), first.device.index)
+        into = made.as_subclass(torch.Tensor)
+        self._cuda.kernel(lambda: into.copy_(func(raw, *rest)))
         return made
 
     def _index_select(self, tensor: Any, dimension: int, indices: Any) -> Any:

@@ -265,23 +265,23 @@ def test_the_engine_of_a_cpu_tensor_stores_and_loads():
 
 
 @needs_torch
-def test_the_plan_gathers_small_scattered_blocks_and_copies_large_runs():
-    from kvoffload.transfer.cuda import RUN_BYTES, plan
+def test_only_long_runs_are_copied_as_runs():
+    from kvoffload.transfer.cuda import RUN_BYTES, runs_of
 
     scattered, slots = np.array([5, 3, 1]), np.array([0, 1, 2])
-    assert plan(scattered, slots, 4096).gathered
-    assert not plan(scattered, slots, RUN_BYTES).gathered
-    assert not plan(slots + 7, slots, 4096).gathered
-    assert plan(slots + 7, slots, 4096).starts.tolist() == [0, 3]
+    assert runs_of(scattered, slots, 4096) is None
+    assert runs_of(scattered, slots, RUN_BYTES).tolist() == [0, 1, 2, 3]
+    assert runs_of(slots + 7, slots, 4096).tolist() == [0, 3]
     # With gaps between the blocks, a run is one block.
-    assert plan(slots + 7, slots, 4096, packed=False) == (pytest.approx(np.arange(4)), True)
-    assert plan(slots[:0], slots[:0], 4096).starts.tolist() == [0]
+    assert runs_of(slots + 7, slots, 4096, packed=False) is None
+    assert runs_of(slots + 7, slots, RUN_BYTES, packed=False).tolist() == [0, 1, 2, 3]
+    assert runs_of(slots[:0], slots[:0], 4096).tolist() == [0]
 
 
 @needs_torch
 @given(data=st.data())
-def test_both_ways_of_the_cuda_engine_equal_a_loop_on_cpu_tensors(data):
-    from kvoffload.transfer.cuda import copy_runs, gather, scatter
+def test_all_ways_of_the_cuda_engine_equal_a_loop_on_cpu_tensors(data):
+    from kvoffload.transfer.cuda import copy_runs, gather, move, scatter
 
     block_bytes = data.draw(st.sampled_from([8, 24, 30]))
     device = numbered(9, block_bytes)
@@ -293,6 +293,9 @@ def test_both_ways_of_the_cuda_engine_equal_a_loop_on_cpu_tensors(data):
         expected[slot] = device[row]
     tensor = torch.from_numpy(device)
     copy_runs(tensor, rows, torch.from_numpy(pool), slots, coalesce(rows, slots))
+    assert np.array_equal(pool, expected)
+    pool[:] = 0
+    move(tensor, rows, torch.from_numpy(pool), slots)
     assert np.array_equal(pool, expected)
     bounce = torch.zeros((count, block_bytes), dtype=torch.uint8)
     gather(tensor, rows, bounce)

@@ -20,8 +20,8 @@ from kvoffload.transfer.cuda import CudaEngine
 from support.fake_cuda import EARLY, LATE, PAGE, FakeCuda, installed
 
 ORDERS = [EARLY, LATE, 1, 2, 3]
-GATHERED, RUNS = 24, cuda.RUN_BYTES
-"""Block sizes: scattered blocks of the first are gathered."""
+SMALL, RUNS = 24, cuda.RUN_BYTES
+"""Block sizes: kernels copy scattered blocks of the first size; the second size is copied in runs."""
 
 
 @pytest.fixture
@@ -66,14 +66,14 @@ def there_and_back(runtime: FakeCuda, pool: Any, blocks: Any) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("block_bytes", [GATHERED, RUNS], ids=["gathered", "runs"])
+@pytest.mark.parametrize("block_bytes", [SMALL, RUNS], ids=["small", "runs"])
 def test_blocks_are_stored_and_loaded(fake: Any, order: str | int, block_bytes: int) -> None:
     runtime = fake(order)
     there_and_back(runtime, paged(8, block_bytes), numbered(6, block_bytes))
     assert runtime.spins == 0, "waits must sleep"
 
 
-@pytest.mark.parametrize("block_bytes", [GATHERED, RUNS], ids=["gathered", "runs"])
+@pytest.mark.parametrize("block_bytes", [SMALL, RUNS], ids=["small", "runs"])
 def test_all_calls_use_the_tensors_device(fake: Any, block_bytes: int) -> None:
     """Another device is current: a call there would create a context of 0.5 GiB."""
     runtime = fake()
@@ -83,7 +83,7 @@ def test_all_calls_use_the_tensors_device(fake: Any, block_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("block_bytes", [GATHERED, RUNS], ids=["gathered", "runs"])
+@pytest.mark.parametrize("block_bytes", [SMALL, RUNS], ids=["small", "runs"])
 def test_a_store_sees_what_the_callers_stream_computed_before(
     fake: Any, order: str | int, block_bytes: int
 ) -> None:
@@ -104,16 +104,16 @@ def test_a_store_sees_what_the_callers_stream_computed_before(
     engine.close()
 
 
-def test_a_gathered_store_ends_once_when_its_bytes_have_arrived(fake: Any) -> None:
-    runtime = fake(LATE)
-    engine, _ = engine_on(runtime, numbered(4, GATHERED))
-    pool = paged(4, GATHERED)
+def test_a_store_to_unpinned_memory_ends_once_when_its_bytes_have_arrived(fake: Any) -> None:
+    runtime = fake(LATE, pin_limit=64)  # enough for buffers, not for a pool
+    engine, _ = engine_on(runtime, numbered(4, SMALL))
+    pool = paged(4, SMALL)
     transfer = engine.store(np.array([2, 0]), pool, np.array([1, 3]))
     assert not transfer.done()
     assert not pool.any()
     runtime.order = EARLY
     assert transfer.done()
-    assert np.array_equal(pool[[1, 3]], numbered(4, GATHERED)[[2, 0]])
+    assert np.array_equal(pool[[1, 3]], numbered(4, SMALL)[[2, 0]])
     pool[:] = 0
     transfer.wait()
     assert transfer.done()
@@ -121,7 +121,28 @@ def test_a_gathered_store_ends_once_when_its_bytes_have_arrived(fake: Any) -> No
     engine.close()
 
 
-@pytest.mark.parametrize("block_bytes", [GATHERED, RUNS], ids=["gathered", "runs"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_kernels_copy_small_blocks_of_a_pinned_pool(fake: Any, order: str | int) -> None:
+    """Nothing is copied by the host, and no buffer is needed."""
+    runtime, pool = fake(order), paged(8, SMALL)
+    there_and_back(runtime, pool, numbered(6, SMALL))
+    indices = 8 * 4
+    assert all(end - start == indices for start, end in runtime.pinned.items())
+    assert runtime.host_waits == 0
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_device_that_cannot_access_pinned_memory_copies_through_a_buffer(
+    fake: Any, order: str | int, caplog: pytest.LogCaptureFixture
+) -> None:
+    pinned.warn_once.cache_clear()
+    runtime = fake(order, can_map=False)
+    with caplog.at_level(logging.WARNING, "kvoffload"):
+        there_and_back(runtime, paged(8, SMALL), numbered(6, SMALL))
+    assert len([line for line in caplog.messages if "cannot access pinned memory" in line]) == 1
+
+
+@pytest.mark.parametrize("block_bytes", [SMALL, RUNS], ids=["small", "runs"])
 def test_rows_and_slots_may_change_after_the_call(fake: Any, block_bytes: int) -> None:
     blocks = numbered(4, block_bytes)
     runtime = fake(LATE)
@@ -220,7 +241,7 @@ def test_the_fake_runtime_keeps_an_uncleared_error(fake: Any, monkeypatch: Any) 
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("block_bytes", [GATHERED, RUNS], ids=["gathered", "runs"])
+@pytest.mark.parametrize("block_bytes", [SMALL, RUNS], ids=["small", "runs"])
 def test_a_pool_that_is_not_pinned_goes_through_a_pinned_buffer(
     fake: Any, order: str | int, block_bytes: int
 ) -> None:
@@ -246,7 +267,7 @@ def there_and_back_beside(runtime: FakeCuda, pool: Any, blocks: Any) -> None:
     assert runtime.registered == registered_before
 
 
-@pytest.mark.parametrize("block_bytes", [GATHERED, RUNS], ids=["gathered", "runs"])
+@pytest.mark.parametrize("block_bytes", [SMALL, RUNS], ids=["small", "runs"])
 def test_without_any_pinned_memory_copies_wait_on_the_host(
     fake: Any, block_bytes: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -260,7 +281,7 @@ def test_without_any_pinned_memory_copies_wait_on_the_host(
 
 
 @pytest.mark.parametrize("first", ["part", "whole"])
-@pytest.mark.parametrize("block_bytes", [GATHERED, RUNS], ids=["gathered", "runs"])
+@pytest.mark.parametrize("block_bytes", [SMALL, RUNS], ids=["small", "runs"])
 def test_views_of_one_pool_may_overlap(fake: Any, first: str, block_bytes: int) -> None:
     """A copy across the end of a pinned range would be an error."""
     runtime, whole, blocks = fake(LATE), paged(8, block_bytes), numbered(8, block_bytes)

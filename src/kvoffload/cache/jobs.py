@@ -27,7 +27,7 @@ from kvoffload.structures.keys import Keys
 from kvoffload.tiering.tiered_manager import TieredManager
 from kvoffload.tiers.contract import Mask, TierStats
 from kvoffload.tiers.memory import MemoryTier
-from kvoffload.transfer.parts import Parts
+from kvoffload.transfer.parts import Parts, PoolPins
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +38,6 @@ _ATTEMPTS = 3
 """Largest number of lookups in one load. A load repeats the lookup if a block is damaged in RAM, because a
 tier may have a copy. With shared RAM it also repeats the lookup if another process has evicted a block after
 the lookup."""
-_CHUNK_BYTES = 4 * 1024 * 1024
 _COPY_THREADS = 2
 _UPDATE_PAUSE_S = 0.1
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.005
@@ -97,6 +96,7 @@ class Jobs:
     Attributes:
         manager: the manager, for the owner's thread only.
         ram: the memory of RAM's slots.
+        pins: pins RAM for the engine's CUDA device, until `close`. Any thread may use it.
         num_resets: number of resets so far. Any thread may read it.
 
     Thread: the owner's, except `__init__`.
@@ -113,6 +113,7 @@ class Jobs:
         self._close_ram = close_ram or ram.close
         self.ram, self._block_tokens = ram, block_tokens
         self._observer: Observer | None = None
+        self.pins = PoolPins()
         self._threads = CopyThreads(_COPY_THREADS)
         self._polling: asyncio.Task[None] | None = None
         self.num_resets = 0
@@ -252,7 +253,10 @@ class Jobs:
             if self._polling is not None:
                 self._polling.cancel()
             self._threads.close()
-            self._close_ram()
+            try:
+                self.pins.close()
+            finally:
+                self._close_ram()
 
     # ---- private
 
@@ -307,7 +311,7 @@ class Jobs:
     def _copy_out(self, keys: Keys, slots: npt.NDArray[np.int32], parts: Parts, rows: BlockIds) -> Mask:
         """Verify blocks and copy the sound blocks to the engine. Thread: any."""
         sound = np.empty(len(slots), np.bool_)
-        for batch in self._chunks(len(slots)):
+        for batch in self._chunks(len(slots), parts):
             sound[batch] = good = self.ram.verify_slots(keys[batch], slots[batch])
             if good.any():
                 parts.load(self.ram.pool, slots[batch][good], rows[batch][good])
@@ -316,11 +320,11 @@ class Jobs:
     def _copy_in(self, keys: Keys, slots: npt.NDArray[np.int32], parts: Parts, rows: BlockIds) -> None:
         """Copy blocks from the engine and compute their checksums. Thread: any."""
         self.ram.erase(slots)
-        for batch in self._chunks(len(slots)):
+        for batch in self._chunks(len(slots), parts):
             parts.store(rows[batch], self.ram.pool, slots[batch])
             self.ram.seal(keys[batch], slots[batch])
 
-    def _chunks(self, count: int) -> list[slice]:
-        """Divide `count` blocks into chunks that fit the CPU's cache, because each block is read twice."""
-        step = max(1, _CHUNK_BYTES // self.ram.block_bytes)
+    def _chunks(self, count: int, parts: Parts) -> list[slice]:
+        """Divide `count` blocks into chunks of the size that suits the parts."""
+        step = max(1, parts.chunk_bytes // self.ram.block_bytes)
         return [slice(begin, begin + step) for begin in range(0, count, step)]

@@ -12,7 +12,7 @@ from kvoffload.cache.key_chain import integers
 from kvoffload.cache.kv_layout import KVLayout, KVTensors
 from kvoffload.errors import ConfigError
 from kvoffload.transfer.engine import is_tensor
-from kvoffload.transfer.parts import Parts, parts_of
+from kvoffload.transfer.parts import Parts, PoolPins, parts_of
 
 BlockIds: TypeAlias = "Sequence[int] | npt.NDArray[np.integer]"
 
@@ -25,13 +25,14 @@ class Place(NamedTuple):
     start: int
 
     def in_tensors(
-        self, kv: KVTensors, layout: KVLayout, *, writeable: bool = False
+        self, kv: KVTensors, layout: KVLayout, pins: PoolPins, *, writeable: bool = False
     ) -> tuple[Parts, npt.NDArray[np.int64]]:
         """Check the tensors and the place.
 
         Returns the tensors' views by block, and the numbers of the request's blocks in order.
 
         Args:
+            pins: pins RAM for a CUDA device.
             writeable: True to refuse read-only tensors.
 
         Raises: `ConfigError`.
@@ -43,10 +44,10 @@ class Place(NamedTuple):
             raise ConfigError("kv", "read-only", "allowed: tensors that a load can write to")
         count = len(views[0])
         if self.row is None:
-            return parts_of(views), _checked(self.block_ids, count)
+            return parts_of(views, pins), _checked(self.block_ids, count)
         if self.block_ids is not None:
             raise ConfigError("block_ids", "given", "allowed: only with the axis block; give row and start")
-        return parts_of(views), np.arange(count)
+        return parts_of(views, pins), np.arange(count)
 
 
 def _checked(block_ids: BlockIds | None, count: int) -> npt.NDArray[np.int64]:

@@ -187,7 +187,7 @@ class KVRequest:
     ) -> tuple[Coroutine[Any, Any, int], Limit]:
         """Check the arguments of a load; return its job and limit."""
         present = self._checked_tokens("present", present)
-        parts, ids = place.in_tensors(kv, self._layout, writeable=True)
+        parts, ids = place.in_tensors(kv, self._layout, self._jobs.pins, writeable=True)
         limit = Limit(self._deadline_s if timeout_s is None else self._checked_timeout(timeout_s))
         first = min(len(ids), present // self._layout.block_tokens)
         return self._jobs.load(self._work, self._keys(len(ids)), first, parts, ids, limit), limit
@@ -196,7 +196,7 @@ class KVRequest:
         """Check the arguments of a store; return its job."""
         computed = self._num_computed if num_tokens is None else num_tokens
         computed = self._checked_tokens("num_tokens", computed)
-        parts, ids = place.in_tensors(kv, self._layout)
+        parts, ids = place.in_tensors(kv, self._layout, self._jobs.pins)
         count = min(len(ids), computed // self._layout.block_tokens)
         return self._jobs.store(self._work, self._keys(count), parts, ids)
 

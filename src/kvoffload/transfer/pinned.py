@@ -108,6 +108,21 @@ class PinnedPools:
         )
         return None
 
+    def mapped(self, pool: Blocks) -> Tensor | None:
+        """Return the pool as a tensor on the device, or None if the pool is not pinned or cannot be mapped.
+
+        Kernels access the tensor over the bus. Nothing is copied.
+        """
+        if not len(pool) or self.tensor(pool) is None:
+            return None
+        with on_device(self._device):
+            # The first row alone shows the address, because torch copies memory of another device.
+            first = torch.as_tensor(_OnDevice(pool[:1]), device=self._device)
+            if first.data_ptr() != address_of(pool):
+                warn_once(f"{self._device} cannot access pinned memory: copies of small blocks are slower")
+                return None
+            return torch.as_tensor(_OnDevice(pool), device=self._device)
+
     def unpin(self) -> None:
         """Unpin the pools that this object pinned. They must no longer be in use."""
         with on_device(self._device):
@@ -126,6 +141,20 @@ class PinnedPools:
         ABANDONED.extend(self._pinned.values())
         self._pinned.clear()
         self._refused.clear()
+
+
+class _OnDevice:
+    """Pinned host memory as an array of a device, for `torch.as_tensor`, which keeps this object."""
+
+    def __init__(self, pool: Blocks) -> None:
+        self._pool = pool
+        self.__cuda_array_interface__ = {
+            "shape": pool.shape,
+            "strides": pool.strides,
+            "typestr": "|u1",
+            "data": (address_of(pool), False),
+            "version": 3,
+        }
 
 
 def _extent(pool: Blocks) -> tuple[int, int]:
