@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -118,22 +118,15 @@ def check_open(device: str) -> Iterator[Part]:
 
 
 def measured(cache: Any, kv: KV, rounds: int = 5) -> dict[str, float]:
-    """Median GB/s of stores and loads."""
+    """Median GB/s of stores and loads, without the first round."""
     loads: list[float] = []
     stores: list[float] = []
     for number in range(1, rounds + 2):
         tokens = [token + number * 100_000 for token in range(BLOCKS * TOKENS)]
-        for verb, taken in (("store", stores), ("load", loads)):
-            with cache.request(tokens) as request:
-                began = time.perf_counter()
-                if verb == "load":
-                    request.load_into(kv.tensors, **kv.place(0))
-                    taken.append(time.perf_counter() - began)
-                    continue
-                request.load_into(kv.tensors, **kv.place(0))
-                began = time.perf_counter()
-                request.store_from(kv.tensors, **kv.place(0))
-                taken.append(time.perf_counter() - began)
+        with cache.request(tokens) as request:
+            stores.append(seconds(lambda: request.store_from(kv.tensors, **kv.place(0))))
+        with cache.request(tokens) as request:
+            loads.append(seconds(lambda: request.load_into(kv.tensors, **kv.place(0))))
     size = BLOCKS * kv.layout.block_bytes
     return {
         "store GB/s": size / statistics.median(stores[1:]) / 1e9,
@@ -141,11 +134,16 @@ def measured(cache: Any, kv: KV, rounds: int = 5) -> dict[str, float]:
     }
 
 
+def seconds(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
 def check_transformers(device: str) -> Iterator[Part]:
     """Compare ten turns of each tiny model with the model alone; yields one part per model."""
-    missing = [name for name in ("transformers",) if importlib.util.find_spec(name) is None]
-    if missing:
-        yield part("transformers", "not run", f"{missing[0]} is not installed")
+    if importlib.util.find_spec("transformers") is None:
+        yield part("transformers", "not run", "transformers is not installed")
         return
     sys.path.insert(0, str(ROOT / "tests"))
     from kvoffload.integrations.transformers import PrefixCache, kv_layout
