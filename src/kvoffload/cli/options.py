@@ -48,7 +48,7 @@ def typed_command() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Options for the bytes of a token, which convert sizes to blocks."""
+    """Options that determine the KV bytes of a token, to convert sizes such as 64GiB to blocks."""
 
     model: str | None = option(
         None, "Model, to convert sizes such as 64GiB to blocks.", metavar="CONFIG.JSON|NAME"

@@ -1,4 +1,4 @@
-"""Reasons why a block of a prompt was missing, as live metrics and `explain` report them.
+"""Reasons why a block of a prompt was missing. Live metrics and `explain` report these reasons.
 
 Owns the names and descriptions of the reasons. Does not know managers, engines or traces.
 """

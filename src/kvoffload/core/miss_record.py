@@ -78,7 +78,10 @@ def by_reason(counts: CountArray) -> dict[str, int]:
 
 @inline
 def _first_of(table: U32Array, h: np.uint64) -> int:
-    """Return the index of the first entry in the set of a key with hash `h`."""
+    """Return the index in `table` of the first entry of a set: the set of the table that `h` selects.
+
+    `h`: hash of a key.
+    """
     num_sets = np.uint64(table.shape[0] // WAYS)
     return np.int64(((h >> np.uint64(32)) * num_sets) >> np.uint64(32)) * WAYS
 
@@ -94,14 +97,14 @@ def _tag_of(h: np.uint64) -> np.uint32:
 
 @inline
 def prefetch_set(record: MissRecord, h: np.uint64) -> None:
-    """Prefetch the set of a key with hash `h`. Does nothing if the table is empty."""
+    """Prefetch the set that `h`, the hash of a key, selects. Does nothing if the table is empty."""
     if record.table.shape[0] != 0:
         prefetch(record.table, _first_of(record.table, h))
 
 
 @inline
 def note(record: MissRecord, h: np.uint64, event: int) -> None:
-    """Record an event of the absent key with hash `h`. Does nothing if the table is empty."""
+    """Record an event of an absent key. `h`: hash of the key. Does nothing if the table is empty."""
     table = record.table
     if table.shape[0] == 0:
         return
@@ -122,10 +125,10 @@ def note(record: MissRecord, h: np.uint64, event: int) -> None:
 
 @inline
 def reason_of(record: MissRecord, h: np.uint64) -> int:
-    """Return the last event of the absent key with hash `h`.
+    """Return the last event of an absent key. `h`: hash of the key.
 
-    For a key without an entry, returns `UNKNOWN` if the key's set is full, because an older entry may have
-    been replaced. Otherwise returns `NEVER_SEEN`.
+    If the key has no entry and its set is full, returns `UNKNOWN`, because the key's entry may have been
+    replaced. If the key has no entry and its set is not full, returns `NEVER_SEEN`.
     """
     table, tag = record.table, _tag_of(h)
     if table.shape[0] == 0:

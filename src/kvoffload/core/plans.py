@@ -1,4 +1,4 @@
-"""Return values of the manager: lookup results, plans, events and statistics."""
+"""Types of the manager's return values: lookup results, plans, events and statistics."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Alarms on the metrics, and the rule file for Prometheus.
 
-Owns the expressions, causes and remedies. A test compares ``docs/operations.md`` with this list.
+Owns the expressions, causes and remedies of the alarms. A test compares the texts of `ALARMS` with
+``docs/operations.md``.
 """
 
 from __future__ import annotations
@@ -154,8 +155,8 @@ ALARMS: Final = (
         summary="The canary's last run at {{ $labels.instance }} got wrong answers from the caches",
         cause="Answers from the caches differ from computed answers by more than the engine's noise.",
         remedy="Take the engine out of service, or restart it without kvoffload. Run `kvoffload canary URL` "
-        "by hand: it shows whether answers from the device's cache or from the tiers are wrong. Report the "
-        "fault with the output of the command.",
+        "by hand. Its output shows which answers are wrong: answers from the device's cache, answers from "
+        "the tiers, or both. Report the fault with this output.",
     ),
     Alarm(
         name="KVOffloadWrongBlocks",
@@ -237,8 +238,8 @@ ALARMS: Final = (
         cause="A copy from RAM to the device failed. If `kv_load_failure_policy` is `recompute`, the blocks "
         "were computed again.",
         remedy="Read the worker's log for the device's error. If `kv_load_failure_policy` is `fail` (vLLM's "
-        "default), the requests of these blocks ended with an error. To recompute such blocks instead, use "
-        "the flag that `kvoffload vllm-config` prints.",
+        "default), each request that needed one of these blocks ended with an error. To let vLLM compute "
+        "such blocks again, start the engine with the flag that `kvoffload vllm-config` prints.",
     ),
     Alarm(
         name="KVOffloadFailedStores",

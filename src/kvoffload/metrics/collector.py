@@ -45,8 +45,8 @@ class Collector:
 
     Args:
         manager: a manager, or the cache of `kvoffload.open`.
-        name: value of the label ``manager``, which identifies the manager even after a restart at another
-            address.
+        name: value of the label ``manager``. The label identifies the manager even if the process restarts
+            and then has another address.
 
     Thread: call `update` and `count` on the scheduler's thread, like all methods of the manager. `collect`
     may run on any thread, at any time. A scrape never calls the manager or a tier: it returns the values of

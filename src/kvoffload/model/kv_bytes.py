@@ -183,7 +183,10 @@ def _quantized_cache(place: Path, config: Mapping[str, Any]) -> str:
 
 
 def _object(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return the object `name` of a configuration, or an empty object if `name` is absent or no object."""
+    """Return the JSON object in the field `name` of a configuration.
+
+    Returns an empty dictionary if the field is absent or contains something else than an object.
+    """
     value = config.get(name)
     return value if isinstance(value, dict) else {}
 
@@ -220,9 +223,11 @@ def _of_config(model: str, config: Mapping[str, Any], number_bytes: int) -> int:
 
 
 def _numbers(model: str, text: Mapping[str, Any]) -> Callable[..., int]:
-    """Return a function that takes keys, and returns the first positive integer in `text` under these keys.
+    """Return a function that reads a positive integer from the configuration `text` of a model.
 
-    If there is none, the function returns its argument `default` or raises `ConfigError`.
+    The arguments of the returned function are field names, and `default`. It searches the fields in this
+    order, and returns the first positive integer. If no field has a positive integer, it returns `default`;
+    if `default` is None, it raises `ConfigError`. If a field has a list, it also raises `ConfigError`.
     """
 
     def number(*names: str, default: int | None = None) -> int:

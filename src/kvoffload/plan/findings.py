@@ -20,8 +20,9 @@ class Findings:
 
     Attributes:
         rows: rows measured on all sessions.
-        in_time: timed replays of the choice; None if they are not possible (`clock_of`, `Clock.can_time`).
-        one_in: the search used one session in this many; 1 means all sessions.
+        in_time: timed replays of the chosen row; None if they are not possible (`clock_of`,
+            `Clock.can_time`).
+        one_in: N if the search used a sample of one in N sessions; 1 if the search used all sessions.
         sampled: rows of a search on a sample; empty if the search used all sessions.
         endurance: savings lost to the write budgets of SSDs; None if no feasible row has a write budget.
     """
@@ -45,5 +46,5 @@ class Findings:
         return self.fleet.prices.currency
 
     def difference(self, row: Measured, baseline: Measured) -> Interval | None:
-        """Compute the paired interval of a row's savings minus the savings of `baseline`."""
+        """Compute the confidence interval of a difference: savings of `row` minus savings of `baseline`."""
         return difference(self.evidence, row, baseline)

@@ -79,7 +79,8 @@ class PlanAnswer(Report, frozen=True, kw_only=True):
         frontier: purchases that save more than every cheaper purchase, cheapest first.
         purchases: best row of each measured purchase.
         rows: all rows measured on all sessions.
-        one_in: the search used one session in this many, because the recording is long; 1: all sessions.
+        one_in: N if the search used a sample of one in N sessions, because the recording is long; 1 if it
+            used all sessions.
         sampled: rows of the search on a sample.
         over_time: savings in each window of the recording.
         payback: value of the purchase. Null if nothing is purchased, or if the speed of the GPUs, the times

@@ -180,8 +180,9 @@ class Cell:
     setup: Setup
 
     def points(self, fleet: Fleet, evidence: Evidence) -> list[Point]:
-        """Create the points of this cell: one if replicas share servers or RAM, else one for each replica.
+        """Create the inputs of this cell's replays.
 
+        If replicas share servers or RAM, one replay covers all replicas. Otherwise each replica has a replay.
         Replicas without requests are left out.
         """
         setup = self.setup
@@ -237,7 +238,7 @@ class Cell:
         return Point(trace, config, str(config.capacity_blocks), str(config.device_blocks))
 
     def window_hits(self, measurements: Sequence[Measurement]) -> Sums:
-        """Return the hits of all replicas in each window. `measurements`: the results of `points`."""
+        """Return the hits of all replicas in each window. `measurements`: results for the `points`."""
         if self.purchase.servers or self.setup.shared_ram:
             return together([np.array(hits, np.int64) for hits in measurements[0].instance_window_hits])
         return together([np.array(measurement.window_hits, np.int64) for measurement in measurements])
@@ -255,7 +256,13 @@ def measured(
     evidence: Evidence,
     budget: float | None = None,
 ) -> Measured:
-    """Create the row of a cell from the measurements of its points."""
+    """Create the table row of a purchase with a setup.
+
+    Args:
+        cell: the purchase and the setup.
+        measurements: results of the replays of `cell.points`, in order.
+        budget: limit for the price. A row with a higher price is infeasible.
+    """
     hits = cell.window_hits(measurements)
     row = _measured(cell, measurements, fleet, evidence, hits).row
     exceeded = limits(row, fleet, budget)
@@ -392,7 +399,11 @@ def _network(row: PlanRow, fleet: Fleet) -> list[Limit]:
 
 
 def difference(evidence: Evidence, row: Measured, baseline: Measured) -> Interval | None:
-    """Compute the paired interval of a row's savings minus the savings of `baseline`."""
+    """Compute the confidence interval of a difference: savings of `row` minus savings of `baseline`.
+
+    The interval is paired: each resample takes the same windows for both rows. None if there are too few
+    windows.
+    """
     return evidence.draws.difference(row.hits, baseline.hits)
 
 

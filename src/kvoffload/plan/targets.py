@@ -15,12 +15,14 @@ from kvoffload.sweep.bootstrap import Interval
 from kvoffload.sweep.table import YARDSTICK
 
 ENOUGH = 0.95
-"""If no target is set, a purchase must reach this share of the largest gain over the GPUs alone."""
+"""If no target is set, a purchase must reach this share of the largest gain. The gain of a purchase is its
+savings minus the savings of the GPUs' own caches."""
 ABOUT = 1.1
 """Two prices are about the same if the higher price is at most this multiple of the lower price."""
 
 Difference = Callable[[Measured, Measured], "Interval | None"]
-"""Function that returns the paired interval of a row's savings minus the savings of a baseline."""
+"""Function of two rows. Returns the 95 % confidence interval of a difference: savings of the first row minus
+savings of the second row. None if there is no interval."""
 
 
 @dataclass(frozen=True)
@@ -187,14 +189,19 @@ def other_ram(rows: Sequence[Measured], chosen: Measured) -> Measured | None:
 
 
 def choose(rows: Sequence[Measured], needed: float | None, difference: Difference) -> Choice:
-    """Choose the cheapest purchase that saves the share `needed`; if none does, the one that saves most.
+    """Choose the cheapest purchase that saves the share `needed`.
 
-    If `needed` is None, choose the cheapest purchase that passes one of two tests: its gain over the GPUs
-    alone is at least `ENOUGH` times the largest gain, or its savings are not significantly below the largest.
+    If no purchase saves this share, choose the purchase that saves most. If `needed` is None, choose the
+    cheapest purchase that passes one of two tests:
+
+    - Its gain is at least `ENOUGH` times the largest gain of a purchase. The gain of a purchase is its
+      savings minus the savings of the row without a purchase.
+    - Its savings are not significantly below the largest savings.
 
     Args:
         rows: measured rows, including the row without a purchase.
-        difference: returns the paired interval of a row's savings minus the savings of a baseline.
+        needed: share of the prefill to save.
+        difference: returns the confidence interval of the difference in savings between two rows.
     """
     ladder = frontier(rows)
     most, outcome = ladder[-1], Outcome.BUY
@@ -216,8 +223,8 @@ def choose(rows: Sequence[Measured], needed: float | None, difference: Differenc
 
 
 def _alike(lead: Interval | None) -> bool:
-    """Return True if `lead`, the interval of a difference, is not entirely above 0.
+    """Return True if the lead of one row over another may be 0 or negative.
 
-    Return False if there is no interval.
+    `lead`: confidence interval of the lead; if it is None, returns False.
     """
     return lead is not None and lead.low <= 0

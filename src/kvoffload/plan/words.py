@@ -403,7 +403,7 @@ def _same_purchase(measured: Measured, rival: Measured | None) -> bool:
 
 
 def _sharing(findings: Findings, rival: Measured) -> str:
-    """Compare the choice with a rival. Either the choice or the rival has servers."""
+    """Compare the choice with a rival. Exactly one of the two has servers."""
     chosen = findings.choice.chosen
     points = 100 * (rival.row.saved - chosen.row.saved)
     lead = findings.difference(rival, chosen) if points > 0 else findings.difference(chosen, rival)
@@ -435,7 +435,11 @@ def _pooling(findings: Findings) -> list[str]:
 
 
 def _larger(findings: Findings, rival: Measured | None) -> list[str]:
-    """Describe the purchase that saves most and, unless it equals `rival`, the next larger purchase."""
+    """Describe two purchases that save more than the choice.
+
+    First the next larger purchase, but not if it is the purchase of `rival`, which the answer already
+    describes. Then the purchase that saves most, if it is another purchase.
+    """
     choice, currency = findings.choice, findings.currency
     larger, chosen = choice.larger, choice.chosen
     if larger is None:

@@ -169,10 +169,10 @@ def _can_write(directory: Path) -> bool:
 
 @functools.cache
 def digest_of_sources() -> str:
-    """Hash all files with kernels, or with helpers that are compiled into kernels.
+    """Hash all source files that contain kernels, or helpers that numba compiles into kernels.
 
-    numba checks only the kernel's own file. Without this hash, old code would run after an edit of a helper
-    or an upgrade.
+    numba compiles a cached kernel again only if the kernel's own file has changed. Without this hash, the
+    cached kernel would therefore run old code after an edit or an upgrade of a helper in another file.
     """
     digest = hashlib.sha256()
     for path in sorted(_PACKAGE.rglob("*.py")):

@@ -130,9 +130,10 @@ class Resamples:
         return Interval(float(low), float(high), self._correlation(hits))
 
     def difference(self, hits: Sums, baseline: Sums) -> Interval | None:
-        """Compute the paired interval of the hit ratio of one replay minus the hit ratio of another.
+        """Compute the confidence interval of a difference: hit ratio of one replay minus that of another.
 
-        If the interval contains 0, the difference is not significant. Equal replays give ``(0.0, 0.0, 0.0)``.
+        The interval is paired: each resample takes the same windows for both replays. If the interval
+        contains 0, the difference is not significant. Equal replays give ``(0.0, 0.0, 0.0)``.
 
         Args:
             hits, baseline: number of hits in each window, in the first and in the second replay.

@@ -204,7 +204,8 @@ class PolicyConformance:
     def test_life_as_a_victim_tier(self) -> None:
         """Check random histories of a victim tier.
 
-        A block leaves the policy's order while the device holds a duplicate, and returns to the order later.
+        When the device loads a block, the block's copy in RAM becomes a duplicate, and the policy no longer
+        orders the block. When the device drops the block, the policy orders it again.
         """
         _run_machine(
             manager_machine(

@@ -544,17 +544,19 @@ def manager_machine(
     step_count: int = 40,
     base: type[ManagerMachine] = ManagerMachine,
 ) -> type[ManagerMachine]:
-    """Create a state machine for managers with this policy and admission. pytest runs its `TestCase`.
+    """Create a Hypothesis state machine that tests managers. pytest runs the machine's `TestCase`.
 
     Args:
         policy: argument of `OffloadingManager`.
-        admission: a name, or a function that creates a rule. Each manager needs its own rule.
+        admission: name of an admission rule, or a function that creates an admission rule. The function is
+            called for each manager, because two managers must not share an admission rule.
         store: ``on-compute``, or ``on-device-eviction`` for a victim tier.
         capacity_blocks: number of slots. Choose a small number, so that there is often no room.
         key_bytes: length of the keys.
         max_examples: number of random histories. If it is None, Hypothesis' profile states the number.
         step_count: maximum number of steps in a history.
-        base: a subclass with further rules.
+        base: class that the state machine extends: `ManagerMachine`, or a subclass of `ManagerMachine` that
+            adds Hypothesis rules.
     """
 
     def make() -> OffloadingManager:

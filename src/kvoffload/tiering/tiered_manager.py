@@ -298,7 +298,9 @@ class TieredManager:
     def lookup(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> PrefixLookup:
         """Look up a prefix, see `OffloadingManager.lookup`, and start to promote its blocks from tiers.
 
-        Returns RETRY if the next block is being promoted or probed for. If `ctx` is None, searches only RAM.
+        Returns RETRY while the request waits for the first block that is not in RAM: the block is being
+        promoted, its tier has no room for another read, or a tier has not yet answered a probe of the block.
+        If `ctx` is None, searches only RAM.
         """
         in_ram = self.ram_manager.lookup(keys, ctx)
         if in_ram.stopped_by is HIT or ctx is None or not self.lanes:
@@ -318,8 +320,8 @@ class TieredManager:
     def lookup_key(self, key: bytes, ctx: RequestContext | None = None) -> LookupResult:
         """Look up a block, see `OffloadingManager.lookup_key`.
 
-        Returns RETRY if a tier has the block or may have it. The next `poll` starts one promotion and one
-        probe for all such blocks of the request.
+        Returns RETRY if a tier has the block, or if the block's presence in a shared tier is unknown. The
+        next `poll` starts one promotion and one probe for all such blocks of the request.
         """
         result = self.ram_manager.lookup_key(key, ctx)
         if result is HIT or ctx is None or not self.lanes:

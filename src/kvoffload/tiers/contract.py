@@ -87,9 +87,10 @@ class SecondaryTier(ABC):
         """Return a mask of the blocks that can be read now. Does no I/O. Cost: one index probe per key."""
 
     def missed(self, keys: Keys) -> None:  # noqa: B027  (for rules that learn the value of blocks)
-        """Record that a lookup did not find these blocks in RAM. The tier may or may not have them.
+        """Record that a lookup did not find these blocks in RAM. This tier may have the blocks or not.
 
-        Callers report the misses of a request before its uses, and may report a block several times.
+        Callers report the misses of a request before they report its uses, and may report a block
+        several times.
         """
 
     def set_tenants(self, quotas: Mapping[str, Quota], owner_of: OwnerOf) -> None:

@@ -88,9 +88,10 @@ class StripedTier(DividedTier[GuardedTier]):
         return [(number, self._tiers[number], np.flatnonzero(homes == number)) for number in numbers]
 
     def homes(self, keys: Keys) -> npt.NDArray[np.intp]:
-        """Return the number of each key's tier.
+        """Return for each key the number of the tier with the highest random weight for this key.
 
-        The formula of the weights must not change, because blocks that are already on disks would be lost.
+        The formula of the weights must not change. Otherwise a key would belong to another tier than before,
+        and the blocks that are already on disks would not be found.
         """
         weights = keys.digests[:, None] ^ self._identities
         weights *= np.uint64(0x9E3779B97F4A7C15)

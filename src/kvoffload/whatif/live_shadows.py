@@ -62,7 +62,10 @@ class LiveShadows:
         return self._shadows
 
     def fail(self, label: str, error: Exception) -> None:
-        """Log the failure of a setting, whose shadow was removed. Thread: any."""
+        """Log an error in the shadow of a setting. `Shadows` calls this after it has removed the shadow.
+
+        `label`: label of the setting. Thread: any.
+        """
         self._log.error("kvoffload: what_if %s has failed and is left out: %r", label, error)
 
     def finished(self, ctx: RequestContext, num_skipped: int = -1, asked_end: int = -1) -> None:

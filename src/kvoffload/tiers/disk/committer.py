@@ -62,7 +62,10 @@ class Movers(Protocol):
         """Remove and return the queued write chunks."""
 
     def end(self, chunks: list[Chunk]) -> None:
-        """Deliver chunks that have ended. Acquires the lock."""
+        """Deliver the outcomes of chunks to their jobs. Acquires the lock.
+
+        Called when the blocks of the chunks are durable, or when their writes have failed.
+        """
 
 
 @dataclass(eq=False)
@@ -89,7 +92,7 @@ class Committer:
 
     Attributes:
         lock: guards the committer's state and the queues of the pipeline.
-        settled: condition, notified whenever a chunk has ended or a change has become durable.
+        settled: condition, notified whenever a chunk was delivered or a change has become durable.
         thread: the thread that commits; `start` starts it.
         broken: True after a failure of the journal.
     """

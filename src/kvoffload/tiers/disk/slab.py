@@ -354,11 +354,15 @@ class Slab:
     def _each_run(
         self, operation: Callable[[int, Buffers, int], int], slots: Positions, memory: Blocks, at: Positions
     ) -> Outcomes:
-        """Read or write ``memory[at[i]]`` for ``slots[i]``, with one call per run; returns the outcomes.
+        """Read ``slots[i]`` into ``memory[at[i]]``, or write ``memory[at[i]]`` to ``slots[i]``.
 
-        A run is a sequence of consecutive slots. If the read of a run fails, its blocks are read again one by
-        one, so that only the unreadable blocks are lost. A failed write is repeated in this way only if the
-        medium failed (EIO).
+        Returns an outcome for each block. A *run* is a sequence of consecutive slots; each run takes one
+        call of `operation`. If the read of a run fails, its blocks are read again one by one, so that only
+        the unreadable blocks are lost. If the write of a run fails, its blocks are written again one by one
+        only if the medium failed (EIO).
+
+        Args:
+            operation: function that reads or writes consecutive slots.
         """
         outcomes: Outcomes = np.full(len(slots), SOUND, np.uint8)
         for first, end in _runs(slots):

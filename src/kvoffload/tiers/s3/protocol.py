@@ -196,8 +196,8 @@ class _BlockReceiver:
     """Receives blocks of an object. Verifies a few blocks at a time, while they are in the CPU's cache.
 
     Args:
-        begin, end: positions of the blocks in the object, `end` excluded.
-        window_bytes: bytes of blocks that are verified at a time.
+        begin, end: range of the received blocks: positions in the object, `end` excluded.
+        window_bytes: number of bytes to verify at a time.
     """
 
     def __init__(self, read: Read, group: ObjectPart, begin: int, end: int, window_bytes: int) -> None:
@@ -223,13 +223,14 @@ class _BlockReceiver:
             self._at, self._fill = self._at + num_blocks, 0
 
     def _take(self, begin: int, received: Bytes) -> None:
-        """Verify received blocks, and copy the sound blocks into their rows.
+        """Verify received blocks, and copy the sound blocks into their rows of the pool.
 
         Args:
             begin: position of the first received block in the object.
             received: shape ``(n, bytes of header and block)``.
 
-        Raises: `TimeoutError` after the deadline, because the rows may have been reused.
+        Raises: `TimeoutError` after the deadline, and copies nothing: the read's job may have ended at the
+            deadline, and its rows may hold other blocks now.
         """
         read, group = self._read, self._part
         if time.monotonic() >= read.deadline:

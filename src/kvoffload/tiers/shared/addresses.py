@@ -33,8 +33,8 @@ class Addresses:
 
     The first `connected` for a host waits for the host's lookup, at most until the deadline. Later calls use
     the cached addresses without waiting. A call also starts a new lookup in the background in two cases: the
-    addresses are older than 30 s, or the last connection failed at all of them. A failed lookup leaves the
-    cached addresses unchanged.
+    cached addresses are older than 30 s, or the last call could not connect to any of them. A failed lookup
+    leaves the cached addresses unchanged.
 
     Each host has at most one lookup in progress, on a daemon thread. The lookup may hang.
 

@@ -19,7 +19,7 @@ from kvoffload.structures.keys import Keys
 from kvoffload.tiers.contract import Mask
 
 _GENERATION_BLOCKS = 1 << 17
-"""Number of blocks after which a new generation of groups begins. Two generations are remembered."""
+"""Number of blocks after which a new generation of groups begins. The groups of two generations are known."""
 _NAME_BYTES = 16
 
 
@@ -75,7 +75,11 @@ class BlockGroups:
         return len(self._young) + len(self._old)
 
     def add_path(self, reported: ReportedPath, path: Keys) -> None:
-        """Add the groups of `path` that are missing in `reported`, and record them in `reported`."""
+        """Add the groups of a request's path to the known groups.
+
+        `reported` records which groups of the path have been added. Groups that it records are skipped, and
+        new groups are recorded in it.
+        """
         length = len(path) - len(path) % self.group_blocks
         if self.group_blocks == 1 or length == 0:
             return
@@ -86,7 +90,10 @@ class BlockGroups:
             reported.num_added = length
 
     def add(self, keys: Keys) -> None:
-        """Add the groups of `keys`. The number of keys must be a multiple of `group_blocks`."""
+        """Add the groups of `keys` to the known groups.
+
+        The number of keys must be a multiple of `group_blocks`.
+        """
         size = self.group_blocks
         digests, joined, width = keys.digests.tolist(), b"".join(keys), size * keys.key_bytes
         for number, start in enumerate(range(0, len(keys), size)):
@@ -104,7 +111,10 @@ class BlockGroups:
         self._generation += 1
 
     def known(self, digests: U64Array) -> Mask:
-        """Return a mask of the blocks whose groups are remembered. All are True if a group is one block."""
+        """Return a mask of the blocks whose group, and thus the name of the object, is known.
+
+        If a group is one block, the block's key alone gives the name, so the mask is True for every block.
+        """
         if self.group_blocks == 1:
             return np.ones(len(digests), np.bool_)
         young, old = self._young, self._old

@@ -168,7 +168,11 @@ class RemoteTier(ConnectingTier, GroupedTier):
         self.peer.start()
 
     def wait_until_open(self, timeout_s: float) -> None:
-        """Wait for the first handshake. Raises `UnavailableError`."""
+        """Wait until the first handshake has succeeded, at most `timeout_s` seconds.
+
+        Raises: `UnavailableError` if the handshake fails, or has not succeeded in this time. A handshake that
+            times out is repeated.
+        """
 
         def has_outcome() -> bool:
             self.process_ended()
@@ -512,7 +516,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
     def _not_being_written(self, keys: Keys) -> Mask:
         """Return a mask of the blocks without a write in flight.
 
-        If a key is repeated, only the first is True.
+        If `keys` contains such a block several times, the mask is True only at its first position.
         """
         new = dict.fromkeys(key for key in keys if key not in self._writing)
         return np.array([new.pop(key, key) is None for key in keys], np.bool_)
@@ -522,7 +526,10 @@ class RemoteTier(ConnectingTier, GroupedTier):
         return wanted if self.groups is None else wanted & self.groups.known(keys.digests)
 
     def _forget_partial_groups(self, keys: Keys) -> None:
-        """Drop each group with an absent block from the presence cache. An object has all blocks or none."""
+        """Drop each group with an absent block from the presence cache.
+
+        An object contains all blocks of its group, or does not exist.
+        """
         if self.groups is not None and self.group_blocks > 1:
             for group in self.groups.whole(keys):
                 digests = keys.digests[group.rows]

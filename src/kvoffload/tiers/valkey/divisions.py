@@ -1,8 +1,8 @@
 """Distribution of blocks over a cluster: 256 divisions, each with one hash slot and one epoch.
 
-Each division has its own epoch, in the same slot as its blocks. A slot moves, fails over and is lost as a
-whole. A single epoch would be on one node, and this node may be down while other nodes serve blocks.
-Does no I/O.
+The epoch of a division is in the same hash slot as the division's blocks, so one node has both. If a node
+fails, only the blocks of its divisions are misses. With a single epoch for the whole cluster, all blocks
+would be misses while the node of this epoch is down. Does no I/O.
 """
 
 from __future__ import annotations

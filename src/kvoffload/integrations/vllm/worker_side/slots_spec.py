@@ -23,11 +23,11 @@ class SlotsSpec(CPULoadStoreSpec):
 
     Attributes:
         block_ids: slots, int32; -1 for an absent block.
-        digests: digests of the keys, for a store with checksums; otherwise None.
-        num_slots: number of slots of each KV group that has slots, in order of the groups. Only for a store,
-            and only if a slot holds several engine blocks; otherwise None.
-        audited: mask of the slots that a store must compare with the engine's blocks instead of writing
-            them. None: the store writes all slots.
+        digests: digests of the keys, if the transfer stores blocks with checksums; otherwise None.
+        num_slots: number of slots of each KV group that has slots, in order of the groups. Only if the
+            transfer stores blocks, and a slot holds several engine blocks; otherwise None.
+        audited: mask of the slots that the worker must compare with the engine's blocks instead of writing
+            them. None: the worker writes all slots.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ def slots_per_group(keys: Keys) -> list[int]:
 def without_torn_groups(
     engine: Any, slots: SlotsSpec, blocks_per_chunk: int
 ) -> tuple[Any, SlotsSpec, SlotArray]:
-    """Remove KV groups with incomplete chunks from a store.
+    """Remove KV groups with incomplete chunks from a transfer that stores blocks in RAM.
 
     Returns the remaining blocks, the remaining slots, and the removed slots except audited slots.
 
@@ -79,7 +79,7 @@ def without_torn_groups(
 def audited_apart(
     engine: Any, slots: SlotsSpec, blocks_per_chunk: int
 ) -> tuple[tuple[Any, SlotsSpec], tuple[Any, SlotsSpec] | None]:
-    """Divide a store of complete chunks into blocks to write and blocks to compare.
+    """Divide a transfer of complete chunks into blocks to write and blocks to compare.
 
     The second result is None if there are no blocks to compare.
     """
@@ -95,7 +95,10 @@ def audited_apart(
 def _subset(
     engine: Any, slots: SlotsSpec, kept: Mask, blocks_per_chunk: int, slots_per_group: list[int]
 ) -> tuple[Any, SlotsSpec]:
-    """Return a store of the chunks for which `kept` is True. These chunks must be complete."""
+    """Return the part of a transfer whose chunks have `kept` True: the engine's blocks, and the slots.
+
+    These chunks must be complete.
+    """
     blocks = np.asarray(engine.block_ids)
     # A group with incomplete chunks may have no whole number of chunks, so all its blocks are removed.
     ends = np.cumsum(slots_per_group)
