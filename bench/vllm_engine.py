@@ -7,8 +7,8 @@ cut to its first 32 blocks. A block of the trace (512 tokens) becomes a block of
 token ids derived from its number, so that shared blocks stay shared. The model is the tiny model of
 tests/vllm, in one thread, in bf16; answers are not compared.
 
-With ``--device cuda`` a block has its 512 tokens, and the model has the shape of Llama 3.2 3B with random
-weights. All engines share the GPU: 6 GiB each, and the KV cache.
+With ``--device cuda`` a block keeps its 512 tokens, and the model has the shape of Llama 3.2 3B with random
+weights. All engines share the GPU; each needs 6 GiB and its KV cache.
 
 Each side is an engine in a separate process. The engines take turns, with one slice of the trace per turn, so
 that changes of the machine's speed affect all. Ratios are medians, relative to vLLM's LRU on the same slice
@@ -335,11 +335,18 @@ class Process:
         measurements: dict[str, Any] = json.loads(self.answer())
         return measurements
 
-    def end(self) -> None:
-        """End the process, and wait for it."""
+    def close(self) -> None:
+        """Tell the process to end."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(60)
+
+    def wait(self) -> None:
+        """Wait for the end of the process; kill it after a minute."""
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
 
 def model_for(device: str, directory: Path) -> Path:
@@ -373,10 +380,10 @@ def run(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
                     stop = min(start + options.slice, options.requests)
                     results[name].append(engines[name].replay(round_number, start, stop))
                     print(f"round {round_number + 1}, {stop}: {name}", file=sys.stderr)
-        if options.format == "table":
-            show(summary(results, options.rounds))  # before the engines end, which takes a while
         for engine in engines.values():
-            engine.end()
+            engine.close()
+        for engine in engines.values():
+            engine.wait()
     return results
 
 

@@ -202,7 +202,8 @@ def main() -> None:
             times = measuring.times()
             rows = bench.summary(bench.run(options), options.rounds)
             times += measuring.times()
-            measuring.end()
+            measuring.close()
+            measuring.wait()
         if options.save:
             options.save.write_text(json.dumps([times, rows]))
     machine = machine_of(times)

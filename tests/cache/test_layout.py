@@ -10,7 +10,9 @@ import pytest
 
 from kvoffload import ConfigError, KVLayout
 from kvoffload.cache.key_chain import fingerprint
-from kvoffload.transfer.parts import DeviceParts, HostParts
+from kvoffload.transfer.device_parts import DeviceParts
+from kvoffload.transfer.device_pins import DevicePins
+from kvoffload.transfer.parts import HostParts
 from support.token_engine import CONTIGUOUS, LAYOUTS, MLA, PAGED, STACKED, WHOLE, TokenEngine, layout_of
 
 torch = pytest.importorskip("torch")
@@ -147,6 +149,10 @@ def test_a_place_outside_a_contiguous_cache_is_refused() -> None:
         layout_of(PAGED).views(TokenEngine(layout_of(PAGED)).kv, 0)
 
 
+def device_parts(views: Any) -> DeviceParts:
+    return DeviceParts(views, DevicePins())
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("axes", [*LAYOUTS])
 def test_parts_of_the_host_and_of_a_device_have_the_same_bytes(axes: str, dtype: str) -> None:
@@ -163,8 +169,8 @@ def test_parts_of_the_host_and_of_a_device_have_the_same_bytes(axes: str, dtype:
     before = [tensor.clone() for tensor in tensors]
     blocks, slots = np.array([5, 2, 7]), np.array([3, 0, 4])
     pools = [np.full((6, layout.block_bytes), 255, np.uint8) for _ in range(2)]
-    for kind, pool in zip((HostParts, DeviceParts), pools, strict=True):
-        parts = kind(layout.views(kv, **place))
+    for make, pool in zip((HostParts, device_parts), pools, strict=True):
+        parts: Any = make(layout.views(kv, **place))
         parts.store(blocks, pool, slots)
         parts.load(pool, slots, np.array([1, 0, 3]))
         parts.store(np.array([1, 0, 3]), pool, slots[::-1].copy())
@@ -174,12 +180,12 @@ def test_parts_of_the_host_and_of_a_device_have_the_same_bytes(axes: str, dtype:
     assert changed > 0
 
 
-@pytest.mark.parametrize("kind", [HostParts, DeviceParts])
+@pytest.mark.parametrize("make", [HostParts, device_parts])
 @pytest.mark.parametrize("inference", [True, False])
-def test_tensors_of_inference_mode_are_copied(kind: Any, inference: bool) -> None:
+def test_tensors_of_inference_mode_are_copied(make: Any, inference: bool) -> None:
     """Torch has a mode for each thread, and the copy threads are in none."""
     with torch.inference_mode(inference):
-        parts = kind([torch.zeros(4, 2, 3) for _ in range(2)])
+        parts = make([torch.zeros(4, 2, 3) for _ in range(2)])
     pool = np.arange(3 * 48, dtype=np.uint8).reshape(3, 48)
     with ThreadPoolExecutor(1) as threads:
         threads.submit(parts.load, pool, np.array([0]), np.array([1])).result()

@@ -23,6 +23,8 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
+from kvoffload.transfer import pinned
+
 PAGE = mmap.PAGESIZE
 SUCCESS, INVALID_VALUE, NO_MEMORY, ILLEGAL_ADDRESS, ALREADY_REGISTERED, NOT_REGISTERED = (
     0,
@@ -123,7 +125,7 @@ class FakeCuda:
         last_error: the pending error, until `cudaGetLastError` or the check after a launch.
         broken: a permanent error.
         pin_limit: total bytes that can be pinned.
-        can_map: whether kernels can access pinned host memory. If not, torch copies it to the device.
+        can_map: whether pinned host memory has the same address on devices.
         host_waits: number of copies that blocked the host.
         spins: number of waits for events that spin.
     """
@@ -145,9 +147,13 @@ class FakeCuda:
         self.last_error = self.broken = SUCCESS
         self.host_waits = self.launches = self.spins = 0
         self._kept: list[Any] = []
+        self._owners: dict[int, int] = {}
         self._defaults: dict[int, Stream] = {}
         self._stack: list[Stream] = []
         self.runtime = SimpleNamespace(cudaHostRegister=self._register, cudaHostUnregister=self._unregister)
+        self.library = SimpleNamespace(
+            cudaGetLastError=self.take_last_error, cudaHostGetDevicePointer=self.device_pointer
+        )
         if has_last_error:
             self.runtime.cudaGetLastError = self.take_last_error
 
@@ -244,6 +250,7 @@ class FakeCuda:
         if sum(e - s for s, e in self.registered.items()) + num_bytes > self.pin_limit:
             return self._failed(NO_MEMORY)
         self.registered[address] = address + num_bytes
+        self._owners[address] = self.current
         return SUCCESS
 
     def _unregister(self, address: int) -> int:
@@ -285,12 +292,25 @@ class FakeCuda:
         facts = dict(array.__cuda_array_interface__)
         host = np.asarray(SimpleNamespace(__array_interface__=facts))
         span = sum(step * (size - 1) for step, size in zip(host.strides, host.shape, strict=True)) + 1
-        if not self.is_pinned(facts["data"][0], span):
+        start = facts["data"][0]
+        pieces = (min(end, start + span) - max(begin, start) for begin, end in self.registered.items())
+        if sum(piece for piece in pieces if piece > 0) < span:
             raise RuntimeError("The specified pointer resides on host memory and is not registered")
         self._kept.append(array)
-        if not self.can_map:
-            return self.tensor(torch.from_numpy(host), index)
+        if self._owners[self._start_of(start)] != index:
+            return self.tensor(torch.from_numpy(host), index)  # torch copies memory of another device
         return torch.from_numpy(host).as_subclass(type("DeviceTensor", (DeviceTensor,), {"index": index}))
+
+    def _start_of(self, address: int) -> int:
+        """Return the start of the registered range with this address; -1 if there is none."""
+        return next((start for start, end in self.registered.items() if start <= address < end), -1)
+
+    def device_pointer(self, pointer: Any, address: Any, flags: Any) -> int:
+        """`cudaHostGetDevicePointer`; arguments of `ctypes`."""
+        if self._start_of(address.value) < 0:
+            return self._failed(INVALID_VALUE)
+        pointer._obj.value = address.value if self.can_map else address.value + (1 << 40)
+        return SUCCESS
 
     def progress(self) -> None:
         """Run submitted work as `order` demands."""
@@ -396,8 +416,10 @@ class _Intercepted(TorchFunctionMode):
 def installed(cuda: FakeCuda) -> Iterator[FakeCuda]:
     """Replace ``torch.cuda`` by the fake in a block."""
     real, torch.cuda = torch.cuda, cuda  # type: ignore[assignment]
+    library, pinned.runtime_library = pinned.runtime_library, lambda: cuda.library  # type: ignore[assignment]
     try:
         with _Intercepted(cuda):
             yield cuda
     finally:
         torch.cuda = real  # type: ignore[assignment]
+        pinned.runtime_library = library

@@ -281,7 +281,7 @@ def test_only_long_runs_are_copied_as_runs():
 @needs_torch
 @given(data=st.data())
 def test_all_ways_of_the_cuda_engine_equal_a_loop_on_cpu_tensors(data):
-    from kvoffload.transfer.cuda import copy_runs, gather, move, scatter
+    from kvoffload.transfer.cuda import copy_by_kernels, copy_runs, gather, scatter
 
     block_bytes = data.draw(st.sampled_from([8, 24, 30]))
     device = numbered(9, block_bytes)
@@ -295,7 +295,7 @@ def test_all_ways_of_the_cuda_engine_equal_a_loop_on_cpu_tensors(data):
     copy_runs(tensor, rows, torch.from_numpy(pool), slots, coalesce(rows, slots))
     assert np.array_equal(pool, expected)
     pool[:] = 0
-    move(tensor, rows, torch.from_numpy(pool), slots)
+    copy_by_kernels(tensor, rows, torch.from_numpy(pool), slots)
     assert np.array_equal(pool, expected)
     bounce = torch.zeros((count, block_bytes), dtype=torch.uint8)
     gather(tensor, rows, bounce)

@@ -142,6 +142,53 @@ def test_a_device_that_cannot_access_pinned_memory_copies_through_a_buffer(
     assert len([line for line in caplog.messages if "cannot access pinned memory" in line]) == 1
 
 
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("block_bytes", [SMALL, RUNS], ids=["small", "runs"])
+def test_a_large_pool_is_pinned_in_pieces(
+    fake: Any, block_bytes: int, order: str | int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drivers refuse large pieces. A copy command across the border of two pieces would be an error."""
+    monkeypatch.setattr(pinned, "PIN_AT_ONCE_BYTES", PAGE)
+    runtime, pool, blocks = (
+        fake(order),
+        paged(500 if block_bytes == SMALL else 8, block_bytes),
+        numbered(6, block_bytes),
+    )
+    engine, device = engine_on(runtime, blocks)
+    rows, slots = np.arange(6), np.arange(6) + (len(pool) - 6) // 2
+    engine.store(rows, pool, slots).wait()
+    assert list(runtime.registered) == [*range(pool.ctypes.data, pool.ctypes.data + pool.nbytes, PAGE)]
+    assert np.array_equal(pool[slots], blocks)
+    engine.load(pool, slots, rows[::-1].copy()).wait()
+    assert np.array_equal(runtime.bytes_of(device).numpy(), blocks[::-1])
+    engine.close()
+    assert runtime.registered == {}
+
+
+def test_a_pool_is_pinned_whole_or_not_at_all(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned, "PIN_AT_ONCE_BYTES", PAGE)
+    runtime = fake(LATE, pin_limit=2 * PAGE)
+    engine, _ = engine_on(runtime, numbered(6, SMALL))
+    pool, rows = paged(500, SMALL), np.array([2, 0])
+    engine.store(rows, pool, rows).wait()
+    assert runtime.registered == {}
+    assert np.array_equal(pool[rows], numbered(6, SMALL)[rows])
+    runtime.launch()
+    engine.close()
+
+
+def test_memory_that_cuda_fails_to_unpin_is_never_reused(fake: Any, caplog: pytest.LogCaptureFixture) -> None:
+    runtime, pool = fake(LATE), paged(8, SMALL)
+    engine, _ = engine_on(runtime, numbered(6, SMALL))
+    engine.store(np.array([2, 0]), pool, np.array([2, 0])).wait()
+    runtime.runtime.cudaHostUnregister = lambda address: runtime._failed(2)
+    with caplog.at_level(logging.WARNING, "kvoffload"):
+        engine.close()
+    assert pinned.ABANDONED.pop() is pool
+    assert "stays pinned and allocated" in caplog.text
+    runtime.launch()
+
+
 @pytest.mark.parametrize("block_bytes", [SMALL, RUNS], ids=["small", "runs"])
 def test_rows_and_slots_may_change_after_the_call(fake: Any, block_bytes: int) -> None:
     blocks = numbered(4, block_bytes)
@@ -206,7 +253,9 @@ def test_invalid_arguments_raise_before_any_copy(fake: Any) -> None:
 def ways_to_clear(runtime: FakeCuda, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Give the runtime one of the three ways to clear an error."""
     assert hasattr(runtime.runtime, "cudaGetLastError") == (way == "torch")
-    library = SimpleNamespace(cudaGetLastError=runtime.take_last_error)
+    library = SimpleNamespace(
+        cudaGetLastError=runtime.take_last_error, cudaHostGetDevicePointer=runtime.device_pointer
+    )
     monkeypatch.setattr(pinned, "runtime_library", lambda: library if way == "library" else None)
 
 

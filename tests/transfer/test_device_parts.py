@@ -14,24 +14,26 @@ pytest.importorskip("torch", reason="torch is not installed")
 
 import torch
 
-from kvoffload.transfer.parts import DeviceParts, HostParts, PoolPins, parts_of
+from kvoffload.transfer.device_parts import DeviceParts
+from kvoffload.transfer.device_pins import DevicePins
+from kvoffload.transfer.parts import HostParts, parts_of
 from support.fake_cuda import EARLY, LATE, FakeCuda, installed
 
 NUM_BLOCKS, NUM_SLOTS = 6, 5
 SHAPES = {"words": [(3, 8), (3, 8)], "odd bytes": [(3, 5), (7, 1)]}
 """Shapes of a block in each view. The parts of the second kind cannot be copied in words of 8 bytes."""
-WAYS = ["mapped", "not mapped", "not pinned", "no pins"]
+WAYS = ["mapped", "not mapped", "not pinned"]
 
 
 @contextmanager
 def parts_and_pins(
     way: str, order: str | int, shapes: list[tuple[int, ...]]
-) -> Iterator[tuple[FakeCuda, Any, list[Any], PoolPins | None]]:
+) -> Iterator[tuple[FakeCuda, Any, list[Any], DevicePins]]:
     """Yield the runtime, device parts, their tensors on the host, and the pins."""
     runtime = FakeCuda(order, can_map=way != "not mapped", pin_limit=64 if way == "not pinned" else 1 << 40)
     rng = np.random.default_rng(1)
     host = [torch.from_numpy(rng.integers(-9, 9, (NUM_BLOCKS, *shape)).astype(np.int16)) for shape in shapes]
-    pins = None if way == "no pins" else PoolPins()
+    pins = DevicePins()
     with installed(runtime):
         yield runtime, parts_of([runtime.tensor(view, 3) for view in host], pins), host, pins
 
@@ -60,9 +62,8 @@ def test_device_parts_copy_the_same_bytes_as_host_parts(way: str, shapes: str, o
         for view, wanted in zip(parts._views, host, strict=True):
             assert torch.equal(runtime.bytes_of(view), wanted)
         assert bool(runtime.registered) == (way in ("mapped", "not mapped"))
-        if pins is not None:
-            pins.close()
-            pins.close()
+        pins.close()
+        pins.close()
         assert not runtime.registered
 
 
@@ -98,3 +99,37 @@ def test_after_an_error_no_copy_is_in_flight(way: str, verb: str) -> None:
         with pytest.raises((AttributeError, TypeError)):
             parts.store(rows, pool, rows) if verb == "store" else parts.load(pool, rows, rows)
         assert not any(stream.queue for stream in runtime.streams)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_pool_of_another_width_and_other_counts_are_refused(way: str) -> None:
+    with parts_and_pins(way, LATE, SHAPES["words"]) as (runtime, parts, _, _):
+        rows = np.array([0, 1])
+        with pytest.raises(ValueError, match="the pool has blocks of 64 bytes, the parts of 96"):
+            parts.store(rows, pool_of(64), rows)
+        with pytest.raises(ValueError, match="the pool has blocks of 64 bytes, the parts of 96"):
+            parts.load(pool_of(64), rows, rows)
+        with pytest.raises(ValueError, match="2 rows but 1 slots"):
+            parts.store(rows, pool_of(96), rows[:1])
+        with pytest.raises(ValueError, match="2 rows but 1 slots"):
+            parts.load(pool_of(96), rows[:1], rows)
+        assert not any(stream.queue for stream in runtime.streams)
+
+
+def test_two_devices_use_one_pool() -> None:
+    """The pool is pinned for the first device; copies of the second device go through a buffer."""
+    runtime, pins = FakeCuda(LATE), DevicePins()
+    with installed(runtime):
+        host = [torch.arange(NUM_BLOCKS * 48, dtype=torch.int16).view(NUM_BLOCKS, 48) for _ in range(2)]
+        first, second = (
+            parts_of([runtime.tensor(view + number, number)], pins) for number, view in enumerate(host)
+        )
+        pool, rows = pool_of(96), np.array([4, 0])
+        first.store(rows, pool, np.array([0, 1]))
+        second.store(rows, pool, np.array([2, 3]))
+        assert np.array_equal(pool[:2].view(np.int16), host[0].numpy()[rows])
+        assert np.array_equal(pool[2:4].view(np.int16), host[1].numpy()[rows] + 1)
+        second.load(pool, np.array([0, 1]), rows)
+        assert np.array_equal(runtime.bytes_of(second._views[0]).numpy()[rows], host[0].numpy()[rows])
+        pins.close()
+        assert not runtime.registered

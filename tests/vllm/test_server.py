@@ -59,7 +59,8 @@ def test_a_second_life_answers_from_the_disk_of_the_first(
     assert not ours_in_shared_memory(tmp_path)
     with running(llama, tmp_path / "second.log", **options) as (server, _):
         assert [server.stream(prompt) for prompt in prompts] == answers
-        assert server.metrics()["vllm:kvoffload_tier_hits_total"] == 36
+        metrics = server.serve_until("vllm:kvoffload_tier_hits_total", 36, prompts)
+        assert metrics["vllm:kvoffload_tier_hits_total"] == 36
     assert not ours_in_shared_memory(tmp_path)
 
 

@@ -27,7 +27,8 @@ from kvoffload.structures.keys import Keys
 from kvoffload.tiering.tiered_manager import TieredManager
 from kvoffload.tiers.contract import Mask, TierStats
 from kvoffload.tiers.memory import MemoryTier
-from kvoffload.transfer.parts import Parts, PoolPins
+from kvoffload.transfer.device_pins import DevicePins
+from kvoffload.transfer.parts import Parts
 
 _log = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ class Jobs:
         self._close_ram = close_ram or ram.close
         self.ram, self._block_tokens = ram, block_tokens
         self._observer: Observer | None = None
-        self.pins = PoolPins()
+        self.pins = DevicePins()
         self._threads = CopyThreads(_COPY_THREADS)
         self._polling: asyncio.Task[None] | None = None
         self.num_resets = 0
@@ -325,6 +326,6 @@ class Jobs:
             self.ram.seal(keys[batch], slots[batch])
 
     def _chunks(self, count: int, parts: Parts) -> list[slice]:
-        """Divide `count` blocks into chunks of the size that suits the parts."""
+        """Divide `count` blocks into chunks of `parts.chunk_bytes`."""
         step = max(1, parts.chunk_bytes // self.ram.block_bytes)
         return [slice(begin, begin + step) for begin in range(0, count, step)]

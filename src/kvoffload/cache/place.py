@@ -11,8 +11,9 @@ import numpy.typing as npt
 from kvoffload.cache.key_chain import integers
 from kvoffload.cache.kv_layout import KVLayout, KVTensors
 from kvoffload.errors import ConfigError
+from kvoffload.transfer.device_pins import DevicePins
 from kvoffload.transfer.engine import is_tensor
-from kvoffload.transfer.parts import Parts, PoolPins, parts_of
+from kvoffload.transfer.parts import Parts, parts_of
 
 BlockIds: TypeAlias = "Sequence[int] | npt.NDArray[np.integer]"
 
@@ -25,7 +26,7 @@ class Place(NamedTuple):
     start: int
 
     def in_tensors(
-        self, kv: KVTensors, layout: KVLayout, pins: PoolPins, *, writeable: bool = False
+        self, kv: KVTensors, layout: KVLayout, pins: DevicePins, *, writeable: bool = False
     ) -> tuple[Parts, npt.NDArray[np.int64]]:
         """Check the tensors and the place.
 

@@ -73,7 +73,7 @@ class MemoryTier:
         slot_stride: bytes from one slot to the next.
         checksums: ``(num_slots,)`` uint64; None if `verify` is False.
 
-    Memory: pages are allocated when slots are first written.
+    Memory: pages are allocated when slots are first written, or all at once if a GPU pins the pool.
     Thread: one at a time. Callers may also copy to and from `pool` themselves: call `seal` after a copy to
     the pool, and `verify_slots` before a copy from the pool. Until such a copy has ended, its slots must not
     be passed to other calls.

@@ -3,8 +3,8 @@
 Owns the pinned pools, and sets the device and clears errors around calls of the CUDA runtime. Does not know
 blocks or slots.
 
-A copy across the end of a pinned range is a CUDA error. A pool is therefore pinned as a whole or not at all.
-A pool that partly overlaps a pinned range counts as not pinned.
+A copy command across the end of a pinned range is a CUDA error. A pool is therefore pinned as a whole or not
+at all. A pool that partly overlaps a pinned range counts as not pinned.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import logging
 import mmap
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch as untyped_torch
 
@@ -25,6 +25,9 @@ torch: Any = untyped_torch
 Tensor: TypeAlias = Any
 
 logger = logging.getLogger(__name__)
+
+PIN_AT_ONCE_BYTES = 64 * 2**30
+"""Limit of memory that is pinned in one call. Drivers refuse more."""
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices of the process.
 ABANDONED: list[Blocks] = []
@@ -67,6 +70,13 @@ def host_buffer(shape: tuple[int, ...], dtype: Any) -> Tensor:
         return torch.empty(shape, dtype=dtype)
 
 
+class _Pinned(NamedTuple):
+    """A pinned pool, and the addresses at which its pieces begin."""
+
+    pool: Blocks
+    pieces: list[int]
+
+
 class PinnedPools:
     """The pools of one engine that CUDA may access directly. A pool is pinned on first use.
 
@@ -78,59 +88,78 @@ class PinnedPools:
 
     def __init__(self, device: Any) -> None:
         self._device = device
-        self._pinned: dict[tuple[int, int], Blocks] = {}
+        self._pinned: dict[tuple[int, int], _Pinned] = {}
         self._refused: set[tuple[int, int]] = set()
 
     def tensor(self, pool: Blocks) -> Tensor | None:
-        """Return the pool as a tensor in pinned memory. Pins it if needed; returns None if pinning fails."""
+        """Return the pool as a tensor for copy commands, or None if they cannot access the pool.
+
+        They cannot if the pool is not pinned, or is pinned in several pieces.
+        """
+        if not self._is_pinned(pool):
+            return None
+        start, end = _extent(pool)
+        borders = (piece for pinned in self._pinned.values() for piece in pinned.pieces)
+        if any(start < border < end for border in borders):
+            return None
+        return torch.from_numpy(pool)
+
+    def mapped(self, pool: Blocks) -> Tensor | None:
+        """Return the pool as a tensor on the device, or None if kernels cannot access the pool.
+
+        Kernels access the tensor over the bus. Nothing is copied.
+        """
+        if not len(pool) or not self._is_pinned(pool):
+            return None
+        with on_device(self._device):
+            if _has_own_address(pool):
+                # First a row alone: torch would copy memory that belongs to another device.
+                row = torch.as_tensor(_OnDevice(pool[:1]), device=self._device)
+                if row.data_ptr() == address_of(pool):
+                    return torch.as_tensor(_OnDevice(pool), device=self._device)
+        warn_once(f"kernels of {self._device} cannot access pinned memory: copies of small blocks are slower")
+        return None
+
+    def _is_pinned(self, pool: Blocks) -> bool:
+        """Pin the pool if needed; return False if that fails."""
         start, end = extent = _extent(pool)
         if not len(pool) or any(first <= start and end <= last for first, last in self._pinned):
-            return torch.from_numpy(pool)
+            return True
         if extent in self._refused:
-            return None
+            return False
         with on_device(self._device):
             if not pool.flags.writeable:
                 reason = "it is read-only"
             elif any(_share_a_page(extent, other) for other in self._pinned):
                 reason = "it shares pages with another pool, which is pinned"
             elif all(_is_pinned(corner) for corner in (pool[:1, :1], pool[-1:, -1:])):
-                return torch.from_numpy(pool)  # pinned by another owner, which unpins it
-            elif error := _register(start, end - start):
-                reason = f"cudaHostRegister: error {error}"
+                return True  # pinned by another owner, which unpins it
             else:
-                self._pinned[extent] = pool
-                return torch.from_numpy(pool)
+                pieces, error = _register_pieces(start, end)
+                if not error:
+                    self._pinned[extent] = _Pinned(pool, pieces)
+                    return True
+                reason = f"cudaHostRegister: error {error}"
         self._refused.add(extent)
         logger.warning(
             "a pool of %d bytes is not pinned (%s): its copies go through a buffer, slower",
             end - start,
             reason,
         )
-        return None
-
-    def mapped(self, pool: Blocks) -> Tensor | None:
-        """Return the pool as a tensor on the device, or None if the pool is not pinned or cannot be mapped.
-
-        Kernels access the tensor over the bus. Nothing is copied.
-        """
-        if not len(pool) or self.tensor(pool) is None:
-            return None
-        with on_device(self._device):
-            # The first row alone shows the address, because torch copies memory of another device.
-            first = torch.as_tensor(_OnDevice(pool[:1]), device=self._device)
-            if first.data_ptr() != address_of(pool):
-                warn_once(f"{self._device} cannot access pinned memory: copies of small blocks are slower")
-                return None
-            return torch.as_tensor(_OnDevice(pool), device=self._device)
+        return False
 
     def unpin(self) -> None:
-        """Unpin the pools that this object pinned. They must no longer be in use."""
+        """Unpin the pools that this object pinned. They must no longer be in use.
+
+        If CUDA fails to unpin a pool, its memory is never reused.
+        """
         with on_device(self._device):
-            for start, _ in self._pinned:
-                error = int(torch.cuda.cudart().cudaHostUnregister(start))
-                if error:
-                    clear_error()
-                    logger.warning("cudaHostUnregister: error %d; the memory stays pinned", error)
+            for pinned in self._pinned.values():
+                if error := _unregister(pinned.pieces):
+                    ABANDONED.append(pinned.pool)
+                    logger.warning(
+                        "cudaHostUnregister: error %d; the memory stays pinned and allocated", error
+                    )
         self._pinned.clear()
         self._refused.clear()
 
@@ -138,7 +167,7 @@ class PinnedPools:
         """Keep the pools pinned and allocated forever, because the device may still write to them."""
         if self._pinned:
             logger.error("%d pools stay pinned: the device cannot be synchronized", len(self._pinned))
-        ABANDONED.extend(self._pinned.values())
+        ABANDONED.extend(pinned.pool for pinned in self._pinned.values())
         self._pinned.clear()
         self._refused.clear()
 
@@ -173,6 +202,44 @@ def _is_pinned(corner: Blocks) -> bool:
     return bool(torch.from_numpy(corner).is_pinned())
 
 
+def _register_pieces(start: int, end: int) -> tuple[list[int], int]:
+    """Pin a range in pieces that drivers accept.
+
+    Returns the addresses of the pieces, and CUDA's error code or 0. After an error, no piece is pinned.
+    """
+    pieces: list[int] = []
+    while start < end:
+        stop = min(end, start // mmap.PAGESIZE * mmap.PAGESIZE + PIN_AT_ONCE_BYTES)
+        if error := _register(start, stop - start):
+            _unregister(pieces)
+            return [], error
+        pieces.append(start)
+        start = stop
+    return pieces, 0
+
+
+def _unregister(pieces: list[int]) -> int:
+    """Unpin pieces; return CUDA's first error code, or 0."""
+    errors = [int(torch.cuda.cudart().cudaHostUnregister(piece)) for piece in pieces]
+    if any(errors):
+        clear_error()
+    return next(filter(None, errors), 0)
+
+
+def _has_own_address(pool: Blocks) -> bool:
+    """Return True if pinned memory has the same address on the current device as on the host."""
+    library, pointer = runtime_library(), ctypes.c_void_p()
+    if library is None:
+        return False
+    address = address_of(pool)
+    error = library.cudaHostGetDevicePointer(
+        ctypes.byref(pointer), ctypes.c_void_p(address), ctypes.c_uint(0)
+    )
+    if error:
+        clear_error()
+    return not error and pointer.value == address
+
+
 def _register(address: int, num_bytes: int) -> int:
     """Pin a range; return CUDA's error code, or 0."""
     error = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, _PORTABLE))
@@ -194,6 +261,7 @@ def clear_error() -> None:
             torch.zeros(1, device="cuda").add_(1)
 
 
+@cache
 def runtime_library() -> Any | None:
     """Return the CUDA runtime library that this process has loaded, or None."""
     with contextlib.suppress(OSError):

@@ -21,10 +21,7 @@ from kvoffload.integrations.vllm.worker_side.layout import Layout
 from kvoffload.integrations.vllm.worker_side.slots_spec import SlotsSpec
 from kvoffload.text import duration, size
 from kvoffload.transfer.cuda import tensor_over
-from kvoffload.transfer.pinned import on_device, synchronized
-
-PIN_AT_ONCE_BYTES = 64 * 2**30
-"""Limit of memory that is pinned in one call. Drivers refuse more."""
+from kvoffload.transfer.pinned import PIN_AT_ONCE_BYTES, on_device, synchronized
 
 
 class DeviceCopies:
