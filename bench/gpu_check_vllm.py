@@ -8,6 +8,7 @@ is a JSON list of the parts that passed, failed or did not run.
 
     copies   compares `DeviceCopies`, and `HostCopies` without a GPU, with a loop: int8 tensors, pages of 4
              to 256 KiB, one and three blocks in a chunk, few and many blocks, pinned and unpinned pool.
+             Then measures the speed of vLLM's copies, and of kvoffload's kernels for the same blocks.
     engine   compares the certain tokens of a tiny model's answers: without offloading, with `on-compute`
              and with `on-device-eviction`. bfloat16 on a GPU, float32 on the CPU. A quarter of the requests
              is audited: stored blocks must equal computed blocks up to rounding. Then two engines use one
@@ -24,6 +25,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -201,6 +203,123 @@ def check_copies(device: str) -> Iterator[Part]:
         yield part(f"copies of vLLM, {name}", status, why, cases=cases, wrong=len(wrong), with_triton=kernels)
     if device == "cpu":
         yield part("copies of vLLM on a device", "not run", "vLLM's copies need a GPU")
+
+
+SPEED_PAGES_KIB = (16, 64, 256)
+SPEED_LAYERS, SPEED_BYTES, SPEED_ROUNDS = 28, 256 * 1024 * KIB, 5
+
+
+def check_speed(device: str) -> Iterator[Part]:
+    """Measure stores and loads of scattered blocks of 28 layers; yields one part per page size."""
+    import torch
+
+    from kvoffload.integrations.vllm.worker_side.copies import HostCopies
+
+    for page_kib in SPEED_PAGES_KIB:
+        page_bytes = page_kib * KIB
+        num_blocks = SPEED_BYTES // (page_bytes * SPEED_LAYERS) // (1 if device != "cpu" else 16)
+        tensors = [
+            torch.ones((2 * num_blocks, page_bytes), dtype=torch.int8, device=device)
+            for _ in range(SPEED_LAYERS)
+        ]
+        caches = SimpleNamespace(
+            tensors=[SimpleNamespace(tensor=tensor, page_size_bytes=page_bytes) for tensor in tensors],
+            group_data_refs=[
+                [
+                    SimpleNamespace(tensor_idx=layer, page_size_bytes=page_bytes, mapping=None)
+                    for layer in range(SPEED_LAYERS)
+                ]
+            ],
+        )
+        with tempfile.TemporaryDirectory(dir=shared_memory()) as directory:
+            speeds = _speeds(device, caches, num_blocks, Path(directory), HostCopies)
+        yield part(f"speed of vLLM's copies, pages of {page_kib} KiB", "ran", "", **speeds)
+
+
+def _speeds(device: str, caches: Any, num_blocks: int, directory: Path, on_host: Any) -> dict[str, float]:
+    """Return GB/s: vLLM's copies, and on a GPU kvoffload's kernels."""
+    import torch
+    from vllm.v1.kv_offload.base import GPULoadStoreSpec
+
+    from kvoffload.integrations.vllm.shared.pool import SharedPool
+    from kvoffload.integrations.vllm.worker_side.layout import Layout
+    from kvoffload.integrations.vllm.worker_side.slots_spec import SlotsSpec
+
+    layout = Layout.of(caches, 1)
+    pool = SharedPool.attach(
+        f"gpu-check-{os.getpid()}-speed", member=0, num_members=1, num_parts=1, part_bytes=layout.part_bytes,
+        capacity_bytes=(num_blocks + 3) * (layout.part_bytes + 4096), directory=directory,
+    )  # fmt: skip
+    rng = np.random.default_rng(num_blocks)
+    rows, slots = rng.permutation(2 * num_blocks)[:num_blocks], rng.permutation(pool.num_slots)[:num_blocks]
+    blocks, in_pool = GPULoadStoreSpec(rows.tolist(), [num_blocks], [0]), SlotsSpec(slots.astype(np.int32))
+    if device == "cpu":
+        copies = on_host(caches, layout, pool.part(0))
+    else:
+        cuda: Any = importlib.import_module("kvoffload.integrations.vllm.worker_side.cuda")
+        copies = cuda.DeviceCopies(caches, layout, pool, 0)
+    jobs = itertools.count(1)
+
+    def run(begin: Any, *arguments: Any) -> None:
+        job = next(jobs)
+        begin(job, *arguments)
+        copies.wait({job})
+        (result,) = copies.finished()
+        assert result.error is None, result
+
+    num_bytes = num_blocks * SPEED_LAYERS * caches.tensors[0].page_size_bytes
+    calls: dict[str, Callable[[], None]] = {
+        "store, vLLM, GB/s": lambda: run(copies.store, blocks, in_pool),
+        "load, vLLM, GB/s": lambda: run(copies.load, blocks, in_pool),
+    }
+    if device != "cpu":
+        calls |= _kernel_calls(caches, layout, pool, rows, slots.astype(np.int64))
+    speeds = {name: round(num_bytes / median_seconds(call) / 1e9, 1) for name, call in calls.items()}
+    if device != "cpu":
+        torch.cuda.synchronize()
+    copies.close()
+    pool.close()
+    return speeds
+
+
+def _kernel_calls(
+    caches: Any, layout: Any, pool: Any, rows: Any, slots: Any
+) -> dict[str, Callable[[], None]]:
+    """Return copies of the same blocks by `copy_by_kernels`."""
+    import torch
+
+    from kvoffload.transfer.cuda import copy_by_kernels
+    from kvoffload.transfer.pinned import PinnedPools
+
+    tensors = [cache.tensor.view(torch.uint8) for cache in caches.tensors]
+    mapped = PinnedPools(tensors[0].device).mapped(pool.part(0))
+    if mapped is None:
+        return {}
+    pairs = [
+        (tensor, mapped[:, start : start + tensor.shape[1]])
+        for tensor, start in zip(tensors, layout.starts, strict=True)
+    ]
+
+    def store() -> None:
+        for tensor, in_slots in pairs:
+            copy_by_kernels(tensor, rows, in_slots, slots)
+        torch.cuda.synchronize()
+
+    def load() -> None:
+        for tensor, in_slots in pairs:
+            copy_by_kernels(in_slots, slots, tensor, rows)
+        torch.cuda.synchronize()
+
+    return {"store, kernels, GB/s": store, "load, kernels, GB/s": load}
+
+
+def median_seconds(call: Callable[[], None]) -> float:
+    taken = []
+    for _ in range(SPEED_ROUNDS + 1):
+        began = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - began)
+    return sorted(taken[1:])[SPEED_ROUNDS // 2]
 
 
 def shared_memory() -> str | None:
@@ -386,7 +505,12 @@ def main() -> int:
         if reason := why_not(chosen):
             parts.append(part(name, "not run", reason))
         else:
-            for result in check_copies(chosen.device) if chosen.what == "copies" else check_engine(chosen):
+            checks = (
+                itertools.chain(check_copies(chosen.device), check_speed(chosen.device))
+                if chosen.what == "copies"
+                else check_engine(chosen)
+            )
+            for result in checks:
                 parts.append(result)
                 chosen.out.write_text(json.dumps(parts))
     except Exception as error:

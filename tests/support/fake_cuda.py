@@ -126,6 +126,8 @@ class FakeCuda:
         broken: a permanent error.
         pin_limit: total bytes that can be pinned.
         can_map: whether pinned host memory has the same address on devices.
+        copies_foreign: whether torch copies host memory that was pinned for another device, as older
+            versions do.
         host_waits: number of copies that blocked the host.
         spins: number of waits for events that spin.
     """
@@ -137,8 +139,10 @@ class FakeCuda:
         pin_limit: int = 1 << 40,
         has_last_error: bool = True,
         can_map: bool = True,
+        copies_foreign: bool = False,
     ) -> None:
         self.order, self.pin_limit, self.can_map = order, pin_limit, can_map
+        self.copies_foreign = copies_foreign
         self.rng = random.Random(order) if isinstance(order, int) else None
         self.streams: list[Stream] = []
         self.current, self.contexts = 0, set[int]()
@@ -148,6 +152,7 @@ class FakeCuda:
         self.host_waits = self.launches = self.spins = 0
         self._kept: list[Any] = []
         self._owners: dict[int, int] = {}
+        self._mapped: list[tuple[int, int]] = []
         self._defaults: dict[int, Stream] = {}
         self._stack: list[Stream] = []
         self.runtime = SimpleNamespace(cudaHostRegister=self._register, cudaHostUnregister=self._unregister)
@@ -288,18 +293,23 @@ class FakeCuda:
         return made
 
     def mapped(self, array: Any, index: int) -> Any:
-        """Return pinned host memory as a tensor on the device, like torch for an array of the device."""
+        """Return host memory as a tensor on the device, like torch for an array of the device."""
         facts = dict(array.__cuda_array_interface__)
-        host = np.asarray(SimpleNamespace(__array_interface__=facts))
-        span = sum(step * (size - 1) for step, size in zip(host.strides, host.shape, strict=True)) + 1
-        start = facts["data"][0]
-        pieces = (min(end, start + span) - max(begin, start) for begin, end in self.registered.items())
-        if sum(piece for piece in pieces if piece > 0) < span:
-            raise RuntimeError("The specified pointer resides on host memory and is not registered")
+        host = torch.from_numpy(np.asarray(SimpleNamespace(__array_interface__=facts)))
         self._kept.append(array)
-        if self._owners[self._start_of(start)] != index:
-            return self.tensor(torch.from_numpy(host), index)  # torch copies memory of another device
-        return torch.from_numpy(host).as_subclass(type("DeviceTensor", (DeviceTensor,), {"index": index}))
+        if self.copies_foreign and self._owners.get(self._start_of(host.data_ptr()), index) != index:
+            return self.tensor(host, index)
+        self._mapped.append(_extent(host))
+        return host.as_subclass(type("DeviceTensor", (DeviceTensor,), {"index": index}))
+
+    def check_mapped(self, tensor: torch.Tensor) -> None:
+        """Raise an error if a kernel accesses host memory that is not pinned."""
+        start, end = _extent(tensor)
+        if any(first <= start < last for first, last in self._mapped):
+            pieces = (min(e, end) - max(s, start) for s, e in self.registered.items())
+            if sum(piece for piece in pieces if piece > 0) < end - start:
+                self.break_device()
+                raise RuntimeError(f"CUDA error: {ILLEGAL_ADDRESS}")
 
     def _start_of(self, address: int) -> int:
         """Return the start of the registered range with this address; -1 if there is none."""
@@ -339,10 +349,22 @@ class FakeCuda:
             while stream.queue:
                 stream.run_one()
 
-    def kernel(self, act: Callable[[], None]) -> None:
-        """Submit a kernel to the current stream."""
+    def kernel(self, act: Callable[[], None], *accessed: torch.Tensor) -> None:
+        """Submit a kernel to the current stream. `accessed`: tensors that may be host memory."""
         self.launch()
-        self.current_stream().submit(act)
+
+        def run() -> None:
+            for tensor in accessed:
+                self.check_mapped(tensor)
+            act()
+
+        self.current_stream().submit(run)
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses of a tensor's first byte, and behind its last byte."""
+    steps = sum(step * (size - 1) for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (steps + 1) * tensor.element_size()
 
 
 class _Intercepted(TorchFunctionMode):
@@ -382,7 +404,7 @@ class _Intercepted(TorchFunctionMode):
         if func is torch.Tensor.index_copy_ and isinstance(args[0], DeviceTensor):
             assert isinstance(args[2], DeviceTensor), "indices on the host"
             raw = [tensor.as_subclass(torch.Tensor) for tensor in (args[0], *args[2:])]
-            cuda.kernel(lambda: raw[0].index_copy_(args[1], *raw[1:]))
+            cuda.kernel(lambda: raw[0].index_copy_(args[1], *raw[1:]), raw[0])
             return args[0]
         return func(*args, **kwargs)
 
@@ -408,7 +430,7 @@ class _Intercepted(TorchFunctionMode):
         shape = (len(indices), *tensor.shape[1:])
         made = self._cuda.tensor(torch.zeros(shape, dtype=tensor.dtype), tensor.device.index)
         raw = [tensor.as_subclass(torch.Tensor) for tensor in (tensor, indices, made)]
-        self._cuda.kernel(lambda: raw[2].copy_(raw[0].index_select(dimension, raw[1])))
+        self._cuda.kernel(lambda: raw[2].copy_(raw[0].index_select(dimension, raw[1])), raw[0])
         return made
 
 

@@ -165,6 +165,47 @@ def test_a_large_pool_is_pinned_in_pieces(
     assert runtime.registered == {}
 
 
+@pytest.mark.parametrize("block_bytes", [SMALL, RUNS], ids=["small", "runs"])
+def test_two_engines_use_a_pool_in_pieces(
+    fake: Any, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinned, "PIN_AT_ONCE_BYTES", PAGE)
+    runtime, pool = fake(LATE), paged(500 if block_bytes == SMALL else 8, block_bytes)
+    rows = np.arange(6)
+    engines = [engine_on(runtime, numbered(6, block_bytes, seed))[0] for seed in (1, 2)]
+    for seed, engine in enumerate(engines, 1):
+        engine.store(rows, pool, rows + seed).wait()
+        assert np.array_equal(pool[rows + seed], numbered(6, block_bytes, seed))
+    for engine in reversed(engines):
+        engine.close()
+    assert runtime.registered == {}
+
+
+def test_an_interrupt_while_a_pool_is_pinned_leaves_nothing_pinned(
+    fake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinned, "PIN_AT_ONCE_BYTES", PAGE)
+    runtime, pool, rows = fake(LATE), paged(500, SMALL), np.array([2, 0])
+    engine, _ = engine_on(runtime, numbered(6, SMALL))
+    register, calls = runtime.runtime.cudaHostRegister, []
+
+    def interrupted(*arguments: int) -> int:
+        calls.append(arguments)
+        error: int = register(*arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return error
+
+    runtime.runtime.cudaHostRegister = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        engine.store(rows, pool, rows)
+    assert runtime.registered == {}
+    engine.store(rows, pool, rows).wait()
+    assert np.array_equal(pool[rows], numbered(6, SMALL)[rows])
+    engine.close()
+    assert runtime.registered == {}
+
+
 def test_a_pool_is_pinned_whole_or_not_at_all(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinned, "PIN_AT_ONCE_BYTES", PAGE)
     runtime = fake(LATE, pin_limit=2 * PAGE)
@@ -184,9 +225,15 @@ def test_memory_that_cuda_fails_to_unpin_is_never_reused(fake: Any, caplog: pyte
     runtime.runtime.cudaHostUnregister = lambda address: runtime._failed(2)
     with caplog.at_level(logging.WARNING, "kvoffload"):
         engine.close()
-    assert pinned.ABANDONED.pop() is pool
     assert "stays pinned and allocated" in caplog.text
     runtime.launch()
+    other, _ = engine_on(runtime, numbered(6, SMALL, seed=2))
+    other.store(np.array([1, 3]), pool, np.array([1, 3])).wait()
+    assert np.array_equal(pool[[1, 3]], numbered(6, SMALL, seed=2)[[1, 3]])
+    assert "it was not unpinned after an error" in caplog.text
+    other.close()
+    assert pinned.ABANDONED.pop() is pool
+    assert not pinned.ABANDONED
 
 
 @pytest.mark.parametrize("block_bytes", [SMALL, RUNS], ids=["small", "runs"])

@@ -116,9 +116,10 @@ def test_a_pool_of_another_width_and_other_counts_are_refused(way: str) -> None:
         assert not any(stream.queue for stream in runtime.streams)
 
 
-def test_two_devices_use_one_pool() -> None:
-    """The pool is pinned for the first device; copies of the second device go through a buffer."""
-    runtime, pins = FakeCuda(LATE), DevicePins()
+@pytest.mark.parametrize("copies_foreign", [False, True], ids=["torch 2.11", "older torch"])
+def test_two_devices_use_one_pool(copies_foreign: bool) -> None:
+    """The pool is pinned for all devices. With older versions of torch, the second device uses a buffer."""
+    runtime, pins = FakeCuda(LATE, copies_foreign=copies_foreign), DevicePins()
     with installed(runtime):
         host = [torch.arange(NUM_BLOCKS * 48, dtype=torch.int16).view(NUM_BLOCKS, 48) for _ in range(2)]
         first, second = (
@@ -132,4 +133,13 @@ def test_two_devices_use_one_pool() -> None:
         second.load(pool, np.array([0, 1]), rows)
         assert np.array_equal(runtime.bytes_of(second._views[0]).numpy()[rows], host[0].numpy()[rows])
         pins.close()
+        assert not runtime.registered
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_blocks_are_copied_without_pinning(way: str) -> None:
+    with parts_and_pins(way, LATE, SHAPES["words"]) as (runtime, parts, _, _):
+        none = np.zeros(0, np.int64)
+        parts.store(none, pool_of(96), none)
+        parts.load(pool_of(96), none, none)
         assert not runtime.registered

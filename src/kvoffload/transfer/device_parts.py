@@ -51,6 +51,8 @@ class DeviceParts:
         rows, checked_slots = self._checked(blocks, pool, slots)
         if not pool.flags.writeable:
             raise ValueError("pool is read-only")
+        if not len(rows):
+            return
         if (mapped := self._mapped(pool)) is None:
             for batch in self._batches(len(rows)):
                 self._store_through_buffer(rows[batch], pool, checked_slots[batch])
@@ -64,6 +66,8 @@ class DeviceParts:
 
     def load(self, pool: Blocks, slots: Rows, blocks: Rows) -> None:
         rows, checked_slots = self._checked(blocks, pool, slots)
+        if not len(rows):
+            return
         if (mapped := self._mapped(pool)) is None:
             for batch in self._batches(len(rows)):
                 self._load_through_buffer(pool, checked_slots[batch], rows[batch])

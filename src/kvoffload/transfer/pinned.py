@@ -29,12 +29,15 @@ logger = logging.getLogger(__name__)
 PIN_AT_ONCE_BYTES = 64 * 2**30
 """Limit of memory that is pinned in one call. Drivers refuse more."""
 
-_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices of the process.
+_PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegister: pinned and mapped for all devices of the process.
+_NOT_REGISTERED = 713
 ABANDONED: list[Blocks] = []
 """Pools to which a device may still write, because waiting for the device failed.
 
 Their memory is never reused.
 """
+_borders: set[int] = set()
+"""Addresses at which pieces of pinned pools begin, of all owners."""
 
 
 def on_device(device: Any) -> Any:
@@ -76,6 +79,21 @@ class _Pinned(NamedTuple):
     pool: Blocks
     pieces: list[int]
 
+    def unpin(self) -> None:
+        """Unpin the pieces. If CUDA fails to unpin a piece, the pool's memory is never reused."""
+        failed = 0
+        for piece in self.pieces:
+            error = int(torch.cuda.cudart().cudaHostUnregister(piece))
+            if error:
+                clear_error()
+            if error in (0, _NOT_REGISTERED):
+                _borders.discard(piece)
+            else:
+                failed = error
+        if failed:
+            ABANDONED.append(self.pool)
+            logger.warning("cudaHostUnregister: error %d; the memory stays pinned and allocated", failed)
+
 
 class PinnedPools:
     """The pools of one engine that CUDA may access directly. A pool is pinned on first use.
@@ -96,11 +114,10 @@ class PinnedPools:
 
         They cannot if the pool is not pinned, or is pinned in several pieces.
         """
-        if not self._is_pinned(pool):
+        if not self._ensure_pinned(pool):
             return None
         start, end = _extent(pool)
-        borders = (piece for pinned in self._pinned.values() for piece in pinned.pieces)
-        if any(start < border < end for border in borders):
+        if any(start < border < end for border in tuple(_borders)):
             return None
         return torch.from_numpy(pool)
 
@@ -109,18 +126,23 @@ class PinnedPools:
 
         Kernels access the tensor over the bus. Nothing is copied.
         """
-        if not len(pool) or not self._is_pinned(pool):
+        if not len(pool):
+            return None
+        if runtime_library() is None:
+            warn_once("the CUDA runtime is no shared library: copies of small blocks go through a buffer")
+            return None
+        if not self._ensure_pinned(pool):
             return None
         with on_device(self._device):
             if _has_own_address(pool):
-                # First a row alone: torch would copy memory that belongs to another device.
+                # First a row alone: older versions of torch copy memory that was pinned for another device.
                 row = torch.as_tensor(_OnDevice(pool[:1]), device=self._device)
                 if row.data_ptr() == address_of(pool):
                     return torch.as_tensor(_OnDevice(pool), device=self._device)
         warn_once(f"kernels of {self._device} cannot access pinned memory: copies of small blocks are slower")
         return None
 
-    def _is_pinned(self, pool: Blocks) -> bool:
+    def _ensure_pinned(self, pool: Blocks) -> bool:
         """Pin the pool if needed; return False if that fails."""
         start, end = extent = _extent(pool)
         if not len(pool) or any(first <= start and end <= last for first, last in self._pinned):
@@ -132,14 +154,14 @@ class PinnedPools:
                 reason = "it is read-only"
             elif any(_share_a_page(extent, other) for other in self._pinned):
                 reason = "it shares pages with another pool, which is pinned"
+            elif any(_share_a_page(extent, _extent(abandoned)) for abandoned in ABANDONED):
+                reason = "it was not unpinned after an error"
             elif all(_is_pinned(corner) for corner in (pool[:1, :1], pool[-1:, -1:])):
                 return True  # pinned by another owner, which unpins it
-            else:
-                pieces, error = _register_pieces(start, end)
-                if not error:
-                    self._pinned[extent] = _Pinned(pool, pieces)
-                    return True
+            elif error := self._pin(pool):
                 reason = f"cudaHostRegister: error {error}"
+            else:
+                return True
         self._refused.add(extent)
         logger.warning(
             "a pool of %d bytes is not pinned (%s): its copies go through a buffer, slower",
@@ -148,18 +170,34 @@ class PinnedPools:
         )
         return False
 
-    def unpin(self) -> None:
-        """Unpin the pools that this object pinned. They must no longer be in use.
+    def _pin(self, pool: Blocks) -> int:
+        """Pin a pool in pieces that drivers accept; return CUDA's error code, or 0.
 
-        If CUDA fails to unpin a pool, its memory is never reused.
+        After an error or an interrupt, no piece is pinned.
         """
+        start, end = extent = _extent(pool)
+        pinned, is_complete = _Pinned(pool, []), False
+        self._pinned[extent] = pinned
+        try:
+            while start < end:
+                stop = min(end, start // mmap.PAGESIZE * mmap.PAGESIZE + PIN_AT_ONCE_BYTES)
+                pinned.pieces.append(start)
+                if error := _register(start, stop - start):
+                    pinned.pieces.pop()
+                    return error
+                start = stop
+            is_complete = True
+        finally:
+            if not is_complete:
+                del self._pinned[extent]
+                pinned.unpin()
+        return 0
+
+    def unpin(self) -> None:
+        """Unpin the pools that this object pinned. They must no longer be in use."""
         with on_device(self._device):
             for pinned in self._pinned.values():
-                if error := _unregister(pinned.pieces):
-                    ABANDONED.append(pinned.pool)
-                    logger.warning(
-                        "cudaHostUnregister: error %d; the memory stays pinned and allocated", error
-                    )
+                pinned.unpin()
         self._pinned.clear()
         self._refused.clear()
 
@@ -202,30 +240,6 @@ def _is_pinned(corner: Blocks) -> bool:
     return bool(torch.from_numpy(corner).is_pinned())
 
 
-def _register_pieces(start: int, end: int) -> tuple[list[int], int]:
-    """Pin a range in pieces that drivers accept.
-
-    Returns the addresses of the pieces, and CUDA's error code or 0. After an error, no piece is pinned.
-    """
-    pieces: list[int] = []
-    while start < end:
-        stop = min(end, start // mmap.PAGESIZE * mmap.PAGESIZE + PIN_AT_ONCE_BYTES)
-        if error := _register(start, stop - start):
-            _unregister(pieces)
-            return [], error
-        pieces.append(start)
-        start = stop
-    return pieces, 0
-
-
-def _unregister(pieces: list[int]) -> int:
-    """Unpin pieces; return CUDA's first error code, or 0."""
-    errors = [int(torch.cuda.cudart().cudaHostUnregister(piece)) for piece in pieces]
-    if any(errors):
-        clear_error()
-    return next(filter(None, errors), 0)
-
-
 def _has_own_address(pool: Blocks) -> bool:
     """Return True if pinned memory has the same address on the current device as on the host."""
     library, pointer = runtime_library(), ctypes.c_void_p()
@@ -241,10 +255,12 @@ def _has_own_address(pool: Blocks) -> bool:
 
 
 def _register(address: int, num_bytes: int) -> int:
-    """Pin a range; return CUDA's error code, or 0."""
-    error = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, _PORTABLE))
+    """Pin a piece; return CUDA's error code, or 0."""
+    error = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, _PORTABLE_AND_MAPPED))
     if error:
         clear_error()
+    else:
+        _borders.add(address)
     return error
 
 
