@@ -8,7 +8,7 @@ is a JSON list of the parts that passed, failed or did not run.
 
     copies   compares `DeviceCopies`, and `HostCopies` without a GPU, with a loop: int8 tensors, pages of 4
              to 256 KiB, one and three blocks in a chunk, few and many blocks, pinned and unpinned pool.
-             Then measures the speed of vLLM's copies, and of kvoffload's kernels for the same blocks.
+             Then measures their speed, and on a GPU the speed of kvoffload's kernels for the same blocks.
     engine   compares the certain tokens of a tiny model's answers: without offloading, with `on-compute`
              and with `on-device-eviction`. bfloat16 on a GPU, float32 on the CPU. A quarter of the requests
              is audited: stored blocks must equal computed blocks up to rounding. Then two engines use one
@@ -233,11 +233,11 @@ def check_speed(device: str) -> Iterator[Part]:
         )
         with tempfile.TemporaryDirectory(dir=shared_memory()) as directory:
             speeds = _speeds(device, caches, num_blocks, Path(directory), HostCopies)
-        yield part(f"speed of vLLM's copies, pages of {page_kib} KiB", "ran", "", **speeds)
+        yield part(f"speed of the plug-in's copies, pages of {page_kib} KiB", "ran", "", **speeds)
 
 
 def _speeds(device: str, caches: Any, num_blocks: int, directory: Path, on_host: Any) -> dict[str, float]:
-    """Return GB/s: vLLM's copies, and on a GPU kvoffload's kernels."""
+    """Return GB/s: the plug-in's copies (on a GPU vLLM's), and on a GPU also kvoffload's kernels."""
     import torch
     from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
@@ -269,8 +269,8 @@ def _speeds(device: str, caches: Any, num_blocks: int, directory: Path, on_host:
 
     num_bytes = num_blocks * SPEED_LAYERS * caches.tensors[0].page_size_bytes
     calls: dict[str, Callable[[], None]] = {
-        "store, vLLM, GB/s": lambda: run(copies.store, blocks, in_pool),
-        "load, vLLM, GB/s": lambda: run(copies.load, blocks, in_pool),
+        "store, GB/s": lambda: run(copies.store, blocks, in_pool),
+        "load, GB/s": lambda: run(copies.load, blocks, in_pool),
     }
     if device != "cpu":
         calls |= _kernel_calls(caches, layout, pool, rows, slots.astype(np.int64))

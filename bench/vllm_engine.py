@@ -336,7 +336,7 @@ class Process:
         return measurements
 
     def close(self) -> None:
-        """Tell the process to end."""
+        """Let the process end."""
         assert self._process.stdin is not None
         self._process.stdin.close()
 

@@ -176,7 +176,7 @@ def copy_runs(src: Tensor, src_rows: RowsArray, dst: Tensor, dst_rows: RowsArray
 
 
 def copy_by_kernels(src: Tensor, src_rows: RowsArray, dst: Tensor, dst_rows: RowsArray) -> None:
-    """Copy scattered rows between two tensors on one device, of which one may be mapped host memory."""
+    """Copy scattered rows between two tensors on one device. One tensor may be mapped host memory."""
     src, dst = as_words(src, dst)
     selected = src.index_select(0, _indices(src_rows, src))
     dst.index_copy_(0, _indices(dst_rows, dst), selected)
