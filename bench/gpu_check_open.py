@@ -14,37 +14,23 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import statistics
 import sys
-import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch as untyped_torch
 
 import kvoffload
+from gpu_check_parts import Part, PartsFile, part
+from open_api import BLOCKS, LAYERS, LAYOUTS, TOKENS, seconds
 
 ROOT = Path(__file__).resolve().parent.parent
 torch: Any = untyped_torch
-BLOCKS, TOKENS, LAYERS, HEADS, DIM = 64, 16, 32, 8, 128
-LAYOUTS = {
-    "paged": ("block token head dim", (2 * BLOCKS, TOKENS, HEADS, DIM)),
-    "stacked": ("kv block token head dim", (2, 2 * BLOCKS, TOKENS, HEADS, DIM)),
-    "contiguous": ("batch head token dim", (1, HEADS, 2 * BLOCKS * TOKENS, DIM)),
-    "MLA": ("block token dim", (2 * BLOCKS, TOKENS, 2 * HEADS * DIM)),
-}
 DEADLINE_S = 120.0
 SLEEP_CYCLES = 100_000_000
 """About 50 ms of a GPU."""
-
-Part = dict[str, Any]
-
-
-def part(name: str, status: str, why: str = "", **numbers: Any) -> Part:
-    return {"part": name, "status": status, "why": why, **numbers}
 
 
 class KV:
@@ -134,12 +120,6 @@ def measured(cache: Any, kv: KV, rounds: int = 5) -> dict[str, float]:
     }
 
 
-def seconds(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
-
-
 def check_transformers(device: str) -> Iterator[Part]:
     """Compare ten turns of each tiny model with the model alone; yields one part per model."""
     if importlib.util.find_spec("transformers") is None:
@@ -177,17 +157,10 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, required=True)
     chosen = parser.parse_args()
-    parts: list[Part] = []
-    for name, check in (("open API", check_open), ("transformers", check_transformers)):
-        try:
-            for result in check(chosen.device):
-                parts.append(result)
-                chosen.out.write_text(json.dumps(parts))
-        except Exception as error:
-            traceback.print_exc()
-            parts.append(part(name, "failed", f"{type(error).__name__}: {error}".splitlines()[0]))
-    chosen.out.write_text(json.dumps(parts))
-    return 1 if any(result["status"] == "failed" for result in parts) else 0
+    parts = PartsFile(chosen.out)
+    parts.run("open API", check_open(chosen.device))
+    parts.run("transformers", check_transformers(chosen.device))
+    return parts.exit_code()
 
 
 if __name__ == "__main__":

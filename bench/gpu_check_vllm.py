@@ -21,12 +21,10 @@ import argparse
 import contextlib
 import importlib.util
 import itertools
-import json
 import os
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -34,6 +32,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+
+from gpu_check_parts import Part, PartsFile, part
 
 ROOT = Path(__file__).resolve().parent.parent
 KIB = 1024
@@ -56,12 +56,6 @@ ENOUGH_REQUESTS = 100
 MOST_ATTEMPTS = 5
 """Possibly no request loads, because the order of transfers depends on the machine. Then the engine's prefix
 cache is reset and the requests are repeated, at most this many times in all."""
-
-Part = dict[str, Any]
-
-
-def part(name: str, status: str, why: str = "", **numbers: Any) -> Part:
-    return {"part": name, "status": status, "why": why, **numbers}
 
 
 # ---- copies
@@ -476,6 +470,17 @@ def why_not(chosen: argparse.Namespace) -> str:
     return ""
 
 
+def checks_of(name: str, chosen: argparse.Namespace) -> Iterator[Part]:
+    """Run the chosen checks, unless something is missing here."""
+    if reason := why_not(chosen):
+        yield part(name, "not run", reason)
+    elif chosen.what == "engine":
+        yield from check_engine(chosen)
+    else:
+        yield from check_copies(chosen.device)
+        yield from check_speed(chosen.device)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -500,24 +505,9 @@ def main() -> int:
         if chosen.device != "cpu":
             del os.environ["TORCHDYNAMO_DISABLE"]  # CUDA graphs are captured around compiled pieces
     name = label(chosen) if chosen.what == "engine" else "copies of vLLM"
-    parts: list[Part] = []
-    try:
-        if reason := why_not(chosen):
-            parts.append(part(name, "not run", reason))
-        else:
-            checks = (
-                itertools.chain(check_copies(chosen.device), check_speed(chosen.device))
-                if chosen.what == "copies"
-                else check_engine(chosen)
-            )
-            for result in checks:
-                parts.append(result)
-                chosen.out.write_text(json.dumps(parts))
-    except Exception as error:
-        traceback.print_exc()
-        parts.append(part(name, "failed", f"{type(error).__name__}: {error}".splitlines()[0]))
-    chosen.out.write_text(json.dumps(parts))
-    return 1 if any(result["status"] == "failed" for result in parts) else 0
+    parts = PartsFile(chosen.out)
+    parts.run(name, checks_of(name, chosen))
+    return parts.exit_code()
 
 
 if __name__ == "__main__":
