@@ -154,6 +154,10 @@ class FaultProxy:
                 client.close()
                 continue
             with self._lock:
+                if self._closed:  # `close` no longer looks at new connections
+                    client.close()
+                    server.close()
+                    return
                 self.num_connections += 1
                 self._sockets |= {client, server}
             for source, to, is_reply in ((client, server, False), (server, client, True)):
