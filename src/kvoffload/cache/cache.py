@@ -83,7 +83,7 @@ class KVCache:
         return self._owner.run(self._jobs.flush(limit), limit)
 
     async def flush_async(self, timeout_s: float = _FLUSH_S) -> bool:
-        """Flush, as `flush`."""
+        """Like `flush`, as a coroutine."""
         limit = _limit("timeout_s", timeout_s)
         return await self._owner.run_async(self._jobs.flush(limit), limit)
 
@@ -119,8 +119,8 @@ class KVCache:
         """End the running jobs, flush RAM for at most `flush_s` seconds, and close RAM and the tiers.
 
         Loads that wait for a tier end at once and return the tokens that are present. Later calls raise
-        `MisuseError`, except `close` and the end of a request. An interrupt ends the flush; after RAM and the
-        tiers are closed, the call raises the interrupt.
+        `MisuseError`, except `close` and the end of a request. An interrupt, such as `KeyboardInterrupt`,
+        ends the flush. The call then closes RAM and the tiers, and raises the interrupt.
         """
         limit = _limit("flush_s", flush_s)
         self._owner.close(self._jobs.close(limit), limit)
@@ -133,7 +133,9 @@ class KVCache:
 
 
 def _limit(field: str, seconds: object) -> Limit:
-    """Return the time limit of a job. ``inf`` seconds mean no limit. Raises `ConfigError`."""
+    """Return the time limit of a job; ``inf`` seconds mean no limit. Raises `ConfigError` unless `seconds` is
+    0 or more.
+    """
     number = seconds if isinstance(seconds, float) and seconds == math.inf else finite(seconds)
     if not number >= 0.0:
         raise ConfigError(field, seconds, "allowed: seconds, 0 or more")

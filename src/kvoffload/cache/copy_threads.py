@@ -37,7 +37,7 @@ class CopyThreads:
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
-        """Finish the calls, and end the threads."""
+        """Wait for the calls that were passed to `run`, and end the threads."""
         for _ in self._threads:
             self._calls.put(None)
         for thread in self._threads:

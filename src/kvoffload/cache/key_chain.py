@@ -24,7 +24,7 @@ Tokens: TypeAlias = Any
 
 
 def fingerprint(model: str, layout: dict[str, Any]) -> str:
-    """Return a text of all facts, except the tokens, that determine the bytes of a block."""
+    """Return a text that contains everything that determines the bytes of a block, except the tokens."""
     fields = {"model": model, "layout": layout, "byteorder": sys.byteorder, "format": _FORMAT}
     return json.dumps(fields, sort_keys=True)
 
@@ -86,9 +86,11 @@ class GivenKeys:
 
 
 def integers(field: str, given: Any, allowed: str = "one dimension of integers") -> npt.NDArray[Any]:
-    """Convert integers of Python, numpy or torch to an array. An empty array is accepted with any dtype.
+    """Convert a sequence of Python ints, a numpy array or a torch tensor to an array. An empty array may have
+    any dtype.
 
-    Raises: `ConfigError`.
+    Raises: `ConfigError` if `given` has another number of dimensions than one, or holds other elements than
+    integers.
     """
     try:
         array = np.asarray(given.tolist() if hasattr(given, "tolist") else given)

@@ -241,9 +241,9 @@ def _check_axes(names: Sequence[str]) -> None:
 def _in_blocks(
     names: tuple[str, ...], array: View, row: int, start: int, block_tokens: int
 ) -> tuple[tuple[str, ...], View]:
-    """Return the axes and the view of one sequence's whole blocks.
+    """Return the axes and the view of one sequence, divided into whole blocks.
 
-    The axes are `names` without ``batch``, and with ``block token`` in place of ``token``.
+    The returned axes are `names` without ``batch``, and with ``block token`` in place of ``token``.
     """
     array = _at(array, names.index("batch"), row)
     names = tuple(name for name in names if name != "batch")

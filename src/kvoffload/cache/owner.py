@@ -116,7 +116,8 @@ class Owner:
     def close(self, last: Coroutine[Any, Any, None], limit: Limit) -> None:
         """Refuse new jobs, end the waits of running jobs, run one more job, `last`, and end the thread.
 
-        An interrupt ends the waits of that job. A second call, or a call in a forked child, does nothing.
+        An interrupt of the calling thread also ends the waits of `last`. A second call, or a call in a forked
+        child, does nothing.
         """
         if self._is_elsewhere or not self._first_close.acquire(blocking=False):
             last.close()

@@ -36,7 +36,8 @@ class Place(NamedTuple):
             pins: pins RAM for a CUDA device.
             writeable: True to refuse read-only tensors.
 
-        Raises: `ConfigError`.
+        Raises: `ConfigError` if the tensors differ from the layout or are read-only, or if the place is
+        invalid.
         """
         if self.row is None and self.start and "batch" not in layout.names:
             raise ConfigError("start", self.start, "allowed: only with the axis batch, and row")

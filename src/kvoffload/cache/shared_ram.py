@@ -42,7 +42,8 @@ _log = logging.getLogger(__name__)
 
 
 def join_pool(ram: RamOptions, producer: str, policy: str | type[EvictionPolicy]) -> PoolDirectory:
-    """Join the pool of all processes whose producer, policy and size of RAM are equal, or create the pool.
+    """Join the pool of shared RAM, or create the pool. Processes share a pool if producer, policy and size of
+    RAM are equal.
 
     Raises: as `PoolDirectory.join`, and `UnavailableError` if the pool's directory was created with other
     settings.
@@ -103,7 +104,7 @@ def shared_memory_tier(pool: PoolDirectory, num_slots: int, block_bytes: int) ->
 
 
 def _make(pool: PoolDirectory, fd: int, facts: bytes, num_bytes: int) -> None:
-    """Allocate the file. Replaces an incomplete or damaged file that no other process uses.
+    """Allocate the file of the slots. Replaces an incomplete or damaged file if no other process uses it.
 
     Writes the settings last. So if the process is killed during the allocation, other processes recognize the
     file as incomplete.

@@ -1,5 +1,5 @@
-"""A cut: a process that replays one part of a recording and writes the header and state with which the next
-part begins.
+"""A cut is a process that replays one part of a recording, and then writes the header and state with which
+the next part begins.
 
 The process runs beside the engine, with the lowest priority. The engine does not write the state itself: to
 copy the state, an engine step would have to wait for more than 2 ms. The replay also compares its decisions

@@ -1,6 +1,7 @@
 """Encodes and decodes the hints and quotas of a recording. Hashes replace the users' texts.
 
-Equal hints share a number. The text of the hints is recorded before the first use of the number.
+A recording contains the text of equal hints only once, before the first call that has these hints. In the
+records of calls, a number stands for the hints.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class HintNumbers:
         self._num_assigned = 0
 
     def number(self, hints: Hints) -> tuple[int, bytes]:
-        """Return the number of these hints and the text to record.
+        """Return the number that stands for these hints, and the text to record.
 
         The text is b"" if it has been recorded already.
         """

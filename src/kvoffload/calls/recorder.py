@@ -72,12 +72,12 @@ class CallRecorder:
     def begin(self, log: Log, header: Callable[[], Header]) -> None:
         """Start the recording of a manager.
 
-        A second `begin` replaces the manager. Raises `MisuseError` if calls of the first manager are recorded
-        already.
+        A second `begin` replaces the first manager by another manager. Raises `MisuseError` if calls of the
+        first manager are recorded already.
 
         Args:
-            header: returns the description of the manager. Called by the recorder's thread before it writes
-                the first call.
+            header: function that returns the file header, which describes the manager. The recorder's thread
+                calls it before it writes the first call.
         """
         if self._log is not None and self._log.head:
             raise MisuseError("a recorder records one manager, and this recorder has recorded another")

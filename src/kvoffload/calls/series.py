@@ -12,8 +12,8 @@ from kvoffload.calls.replay import CallReplay, Outcome
 def replay_series(paths: Sequence[Path], progress: Callable[[float], None] = lambda done: None) -> Outcome:
     """Replay the parts of a recording (`parts.parts_of`), up to the first difference.
 
-    Each part begins with its own state. If a part has no state, its replay continues with the state of the
-    previous part.
+    The replay of a part starts from the state at the part's beginning. If a part has no state, because the
+    engine ended before the state was written, its replay continues with the state of the previous part.
 
     Returns:
         The outcome of all parts together. The number of a differing call counts from the beginning of its

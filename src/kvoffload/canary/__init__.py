@@ -1,4 +1,4 @@
-"""End-to-end check of a server: a prompt must get the same answer from the cache as from computation.
+"""End-to-end check of a server: the answer to a prompt must be the same with cached KV as with computed KV.
 
 The check uses only the OpenAI API, so it works with any server and any connector.
 """

@@ -78,7 +78,8 @@ def generated(
 ) -> list[Prompt]:
     """Generate prompts.
 
-    Half of the prompts are single. A quarter have a common beginning, and a quarter are conversation turns.
+    Half of the prompts share no text with other prompts. A quarter belong to families with a common
+    beginning, and a quarter are turns of conversations.
 
     Args:
         token_ids: range of token ids for prompts of random tokens, for servers whose tokenizer knows no
@@ -164,7 +165,9 @@ class _Builder:
 
 
 def filler(rng: random.Random, length: int, like: Prompt) -> Prompt:
-    """Return a prompt that is in no cache: about `length` random words or token ids of the prompt `like`."""
+    """Return a prompt that no cache contains. It has about `length` words or token ids, drawn at random from
+    the prompt `like`.
+    """
     if isinstance(like.content, str):
         pieces = like.content.split() or ["filler"]
         return Prompt("filler", " ".join(rng.choice(pieces) for _ in range(length)), "filler")

@@ -1,4 +1,6 @@
-"""A run of the canary: each prompt is answered by computation, from the device, and from the tiers."""
+"""A run of the canary. The server answers each prompt by computation, from the device's cache, and from the
+tiers.
+"""
 
 from __future__ import annotations
 
@@ -237,7 +239,9 @@ class Canary:
 
 
 def _check_computed(answers: Sequence[Answer | None], prompts: Sequence[Prompt]) -> None:
-    """Raise `CanaryError` if computed answers cannot be compared with other answers."""
+    """Raise `CanaryError` if computed answers cannot serve as a reference, because of NaN or missing
+    log-probabilities.
+    """
     for answer, prompt in zip(answers, prompts, strict=True):
         if answer is not None and answer.has_nan:
             raise CanaryError(

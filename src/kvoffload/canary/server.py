@@ -18,7 +18,8 @@ from kvoffload.openai_server import NoAnswerError, OpenAIServer
 
 _NUM_LOGPROBS = 5
 _SIZES = ("block_size", "num_gpu_blocks")
-"""Labels of vLLM's metric of the configuration."""
+"""Labels of ``vllm:cache_config_info``, vLLM's metric of the cache configuration: tokens in a block, number
+of blocks."""
 _MOST_DIGITS = 19
 
 

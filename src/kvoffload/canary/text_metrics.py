@@ -8,7 +8,7 @@ from kvoffload.canary.run import CanaryReport
 from kvoffload.canary.verdict import Verdict
 
 FAILED = "failed"
-"""Result of a run that has no verdict."""
+"""Value of the label ``result`` for a run that has no verdict, because the server did not answer."""
 
 
 def text_metrics(report: CanaryReport | None, counts: Mapping[str, int], now_s: float) -> str:

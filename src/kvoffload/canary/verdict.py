@@ -1,7 +1,7 @@
 """Verdict of a canary run: compares the differences of answers from the caches with the engine's noise.
 
-Noise is the differences between *sound* answers to the same prompt. Computed answers are sound. Answers from
-the device's cache are sound if they raise no alarm."""
+Even *sound* answers to the same prompt differ slightly; these differences are the noise. Computed answers are
+sound. Answers from the device's cache are sound if they raise no alarm."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ NOISE_FACTOR = 4.0
 LEAST_ALARM = 0.02
 """Smallest threshold of an alarm, in log-probability, because the measured noise may be 0 by chance."""
 LEAST_DEVICE_ALARM = 0.5
-"""Smallest threshold, in log-probability, if `rounds_alike` is False (`judge`)."""
+"""Smallest threshold of an alarm, in log-probability, if no sound answer was rounded like the answers from
+the cache (`rounds_alike` of `judge`)."""
 _LEAST_SHIFT, _SURE = 0.01, 1 - 1e-6
 
 

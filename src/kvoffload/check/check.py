@@ -14,8 +14,8 @@ from kvoffload.text import duration, percent, size
 from kvoffload.traces.trace import Trace
 
 HIT_POINTS, TTFT_SHARE, BYTES_SHARE, REQUESTS_SHARE = 0.02, 0.15, 0.1, 0.02
-"""Largest differences that count as close. `HIT_POINTS` is a share of all prompt tokens. Each other limit is
-a share of the server's value."""
+"""Largest differences between server and prediction that count as close. `HIT_POINTS` is a share of all
+prompt tokens. The other limits are shares of the server's value."""
 _PLACE_TEXTS = {GPU: "hits on the GPU", RAM: "hits in RAM", TIERS: "hits in tiers"}
 
 

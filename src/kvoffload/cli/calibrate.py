@@ -40,14 +40,16 @@ class CalibrateOptions:
     quiet: bool = option(False, "Show no progress.")
 
     def calibration(self) -> Calibration:
-        """Return the options of the measurements. Raises `ConfigError`."""
+        """Return the options of the measurements. Raises `ConfigError` if an option is invalid."""
         return Calibration(
             self.name, self.disk, self.url, self.served_model, self.block_bytes, self.total_bytes,
             self.repeats, self.step_tokens,
         )  # fmt: skip
 
     def rest(self) -> Machine | None:
-        """Return the machine of ``--rest-from``, for unmeasured quantities. Raises `ConfigError`."""
+        """Return the machine of ``--rest-from``, which provides the unmeasured quantities. Raises
+        `ConfigError` if there is no such machine.
+        """
         return None if self.rest_from is None else parse_class(self.rest_from)
 
     def check(self) -> None:

@@ -188,7 +188,10 @@ def _prompts(server: Server, options: Options, seed: int, longest: int) -> list[
 
 
 def _write_metrics(options: Options, report: CanaryReport | None, counts: Counter[str]) -> None:
-    """Count a run (None: a failed run), and write the file of ``--prometheus``. Raises `ConfigError`."""
+    """Count a run, and write the metrics to the file of ``--prometheus``. For a failed run, `report` is None.
+
+    Raises `ConfigError` if the file cannot be written.
+    """
     counts[FAILED if report is None else report.verdict] += 1
     if options.prometheus is not None:
         # Replaced atomically, because a collector must not read an incomplete file.

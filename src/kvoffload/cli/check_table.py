@@ -1,4 +1,6 @@
-"""Output of ``--check``: a report with the comparison of a server, and the exit code."""
+"""Output of ``--check``: a report that ends with a comparison of server and prediction. Also sets the exit
+code.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def show_checked(
     is_json: bool,
     output: Path | None,
 ) -> None:
-    """Print a report and, if there is one, the check. In JSON the check is in the field ``check``."""
+    """Print a report and the comparison of ``--check``, if there is one. In JSON the comparison is in the
+    field ``check``.
+    """
     json = report.to_json()
     if checked is not None:
         table = Group(table, checked_table(checked))
@@ -35,14 +39,12 @@ def show_checked(
 
 
 def exit_with(checked: Check | None) -> None:
-    """Exit with the exit code of a check.
-
-    Return if the check found everything close, or if there is no check.
+    """Exit with the code of the comparison, unless server and prediction are close or there is no comparison.
     """
     if checked is not None and (code := _EXIT_CODES[Verdict(checked.verdict)]):
         raise SystemExit(code)
 
 
 def checked_table(checked: Check) -> RenderableType:
-    """Render a check for the terminal."""
+    """Render the comparison for the terminal."""
     return Group(terminal_table(check_table(checked)), Lines(check_sentences(checked)), Text())

@@ -57,7 +57,7 @@ def inspect(options: ReportOptions) -> None:
 
     The slab used last comes first.
 
-    If slabs have different producers, the list shows how each slab differs from the slab used last, for
+    If models or settings of slabs differ, the list shows how each slab differs from the slab used last, for
     example `rope_theta: 10000 / 1000000`. The first value belongs to the slab used last. `--format json`
     shows all fields.
 
@@ -124,7 +124,7 @@ def compact(options: PathOptions) -> None:
 def rm(options: DeleteOptions) -> None:
     """Delete PATH, a slab or a directory with slabs, with all its blocks.
 
-    PATH must not be open in another process. If you answer no, the exit code is 1.
+    PATH must not be open in another process. Asks before it deletes; if you answer no, the exit code is 1.
     """
     slabs = find_slabs(options.path)
     file_bytes = size(sum(slab.stat().st_size for slab in slabs))

@@ -35,7 +35,9 @@ _METAVARS = {int: "N", float: "X", Size: "SIZE", Duration: "TIME"}
 
 
 class PathType(click.Path):
-    """A path on the command line. A shell does not expand the ``~`` of ``--output=~/x``."""
+    """A path on the command line. Expands ``~``, because a shell does not expand the ``~`` of
+    ``--output=~/x``.
+    """
 
     def __init__(self) -> None:
         super().__init__(path_type=Path)

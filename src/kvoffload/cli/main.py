@@ -39,12 +39,15 @@ _COMMANDS = {
     "warm": ("kvoffload.cli.warm:warm", "Compile every kernel now, for container images."),
     "vllm-config": ("kvoffload.cli.vllm_config:vllm_config", "Print the flag that makes vLLM offload."),
 }
-"""Mapping: command -> its location and help line. With it, ``kvoffload --help`` need not import numba."""
+"""Mapping: command -> its location and help line. Because of these lines, ``kvoffload --help`` need not
+import the commands, which would import numba."""
 
 
 @contextlib.contextmanager
 def _no_exit_of_click() -> Iterator[None]:
-    """Clear the `errno` of a `BrokenPipeError`: click would exit with 1, the code of a failed check."""
+    """Clear the `errno` of a `BrokenPipeError`. Otherwise click would exit with 1, which is the code of a
+    failed check.
+    """
     try:
         yield
     except BrokenPipeError:
@@ -105,10 +108,10 @@ def _plugins_reported() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _interrupts_kept() -> Iterator[None]:
-    """Turn an exception that follows an interrupt into the interrupt.
+    """Raise `KeyboardInterrupt` instead of an exception that an interrupt has caused.
 
-    Python drops an exception that is raised in a callback of C, such as LLVM's. After an interrupt there,
-    numba fails with another exception.
+    If Ctrl-C interrupts a callback from C code, such as LLVM's, Python drops the `KeyboardInterrupt`. numba
+    then fails with another exception.
     """
     received = list[int]()
 

@@ -86,7 +86,9 @@ def _warn_once(subject: str, sentence: str) -> None:
 
 
 def warn_of_windows(model: str) -> None:
-    """Warn once per command if a model has sliding windows, because GPUs hold more tokens than assumed."""
+    """Warn once per command if a model has sliding windows. GPUs then hold more tokens than the command
+    assumes.
+    """
     count, num_layers = kv_bytes.sliding_layers(model)
     if count:
         _warn_once(
@@ -99,7 +101,7 @@ def warn_of_windows(model: str) -> None:
 def warn_of_copies(model: str, gpus: int, *, has_gpu_tokens: bool) -> None:
     """Warn once per command if several GPUs of an engine store the same KV.
 
-    Together the GPUs then hold fewer tokens than assumed.
+    Together the GPUs then hold fewer tokens than the command assumes.
 
     Args:
         gpus: number of GPUs of an engine.

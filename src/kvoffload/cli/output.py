@@ -25,13 +25,14 @@ from kvoffload.settings.output_files import check_new, written
 from kvoffload.text import NO_BREAK, unbroken
 
 _WIDTH = 100
-"""Characters per line in a file."""
+"""Characters per line of a report that is written to a file."""
 _LIST_BELOW = 60
 """Width of a terminal below which a table that does not fit is shown as a list."""
 
 
 class Terminal(Console):
-    """Console of standard output. If the reader of a pipe is gone (``| head``), it raises `BrokenPipeError`.
+    """Console of standard output. If the reader of a pipe has ended (``| head``), printing raises
+    `BrokenPipeError`.
 
     Rich's own console would exit with code 1 instead, which in our commands means a failed check.
     """
@@ -158,7 +159,9 @@ _STYLES = {"good": "bold green", "bad": "bold red", "cannot": "dim"}
 
 
 class Lines:
-    """Sentences for the terminal, each on a new line. They are wrapped at words, but not before a unit."""
+    """Sentences for the terminal, each on a new line. Lines wrap between words, but not between a number and
+    its unit.
+    """
 
     def __init__(self, lines: Iterable[str], style: str = "", indent: str = "  ") -> None:
         self._lines, self._style, self._indent = list(lines), style, indent

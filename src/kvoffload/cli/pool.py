@@ -85,7 +85,7 @@ def inspect(options: NameOptions) -> None:
 def rm(options: RemoveOptions) -> None:
     """Remove the pool NAME, with every block in it. Stop all engines of the pool first.
 
-    If you answer no, the exit code is 1.
+    Asks before it removes the pool; if you answer no, the exit code is 1.
     """
     status = find(options.name, _checked(options.root))
     if not options.yes:

@@ -94,11 +94,10 @@ def _summary(report: TimedReport) -> RenderableType:
 
 
 def _has_endless_queue(report: TimedReport, run: TimedOutcome) -> bool:
-    """Return True if requests arrive faster than they are served.
+    """Return True if requests arrive faster than they are served. Waits then grow with the length of the
+    trace.
 
-    Waits then grow with the length of the trace.
-
-    Returns False with `at_once`, because then a request arrives only when another request ends.
+    With `at_once` the result is False, because then a request arrives only when another request ends.
     """
     return run.is_overloaded and not report.at_once
 

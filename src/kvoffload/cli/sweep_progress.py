@@ -39,8 +39,9 @@ class _Terminated(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def stopping_cleanly(run: Resumable) -> Iterator[None]:
-    """Catch the end of a run: report the kept rows and exit with code 130 after Ctrl-C, 143 after SIGTERM, 1
-    after a `SweepError`."""
+    """End the process cleanly if the run is interrupted: report how many rows are kept, and exit.
+
+    The exit code is 130 after Ctrl-C, 143 after SIGTERM, and 1 after a `SweepError`."""
     with _sigterm_raises() as was_terminated:
         try:
             yield
@@ -91,9 +92,9 @@ def _kept(done: Progress, journal: Path | None) -> str:
 def shown(
     quiet: bool, console: Console | None = None, clock_s: Callable[[], float] = time.monotonic
 ) -> Iterator[Callable[[Progress], None]]:
-    """Yield the progress callback of a sweep.
+    """Yield a callback that shows the progress of a sweep.
 
-    Its first call also reports how many rows an earlier run has done.
+    The first call of the callback also reports how many rows an earlier run has done.
     """
     console = console or Console(stderr=True)
     if quiet:

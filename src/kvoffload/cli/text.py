@@ -1,4 +1,4 @@
-"""Differences between producers, as lines for the terminal."""
+"""Differences between the producers of blocks (model, layout, versions), as lines for the terminal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _MOST_LINES = 20
 
 
 def difference_lines(first: str, second: str) -> list[str]:
-    """Return a line for each field in which two producers differ.
+    """Return a line for each field, such as ``rope_theta``, in which two producers differ.
 
     The list is empty if one of the producers is unknown.
     """

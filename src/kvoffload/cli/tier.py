@@ -113,7 +113,8 @@ def ping(options: ServerOptions) -> None:
 @tier.command()
 @options_of(ServerOptions)
 def inspect(options: ServerOptions) -> None:
-    """List the blocks in URL's namespace by producer. Reads at most 20,000 keys of each server.
+    """List the blocks in URL's namespace by producer, that is, by model and settings. Reads at most 20,000
+    keys of each server.
 
     Also shows how each producer differs from the first producer, for example `rope_theta: 10000 / 1000000`.
 
@@ -181,7 +182,8 @@ def _connected(
 ) -> list[tuple[Address, int | None, Connection]]:
     """Connect to each server; return (address, division, connection) for each.
 
-    The division is the first division of blocks that a cluster assigns to the server; None without a cluster.
+    A cluster assigns several divisions of the blocks to a server; `division` is the first of them. Without a
+    cluster it is None.
     """
     connect, until = options.connector(), time.monotonic() + _TIMEOUT_S
     nodes: dict[Address, int | None] = dict.fromkeys(server_url.nodes)

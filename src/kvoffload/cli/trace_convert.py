@@ -48,7 +48,7 @@ class ConvertOptions(QuietOptions):
             check_output("out", self.out, force=self.force)
 
     def keys(self) -> Keys:
-        """Return the object that computes the ids."""
+        """Return the object that computes the trace's ids of blocks."""
         return KeptKeys() if self.keep_ids else Keys(None if self.salt is None else self.salt.encode())
 
     def completed(self, incomplete: IncompleteError) -> str:
@@ -83,8 +83,8 @@ def convert(options: ConvertOptions) -> None:
 
     SOURCE is a file (also .gz, .xz or .zst), standard input (- with --from), or the address of vLLM's KV
     events (tcp://host:port), which are recorded until Ctrl-C. OUT is a JSONL file; with the ending .gz, .xz
-    or .zst it is compressed. Ids are salted hashes, so that OUT reveals nothing of the prompts.
-    docs/traces.md describes the formats and their assumptions.
+    or .zst it is compressed. The ids of blocks in OUT are salted hashes, so that OUT reveals nothing of the
+    prompts. docs/traces.md describes the formats and their assumptions.
     """
     try:
         with progress_bar("convert", 1.0, options.quiet) as progress:

@@ -33,9 +33,9 @@ class FitOptions(ReadOptions, FormatOptions):
 def fit(options: FitOptions) -> None:
     """Fit the parameters of a built-in workload to TRACE, and report the differences.
 
-    Prints a command that generates the workload. You can share this command if you cannot share the
-    recording. To scale the workload, change --sessions and --sessions-per-minute. The workload differs from
-    TRACE in more than the shown distances, so do not choose a policy by the workload alone
+    Prints a command that generates the fitted workload. You can share this command if you cannot share the
+    recording. To scale the workload, change --sessions and --sessions-per-minute. The workload also differs
+    from TRACE in ways that the report does not measure, so do not choose a policy by the workload alone
     (docs/workloads.md).
     """
     loaded = options.read(options.trace)

@@ -153,7 +153,8 @@ def _warn_of_sizes(given: Mapping[str, Any]) -> None:
 def _is_default(name: str) -> bool:
     """Return True if the option's value comes from the ``--config`` file or the environment.
 
-    Returns False for ``tiers``: the printed flag needs the texts to which the command has converted them.
+    The result is False for ``tiers``, because the printed flag must contain the texts into which the command
+    has converted the tiers.
     """
     source = click.get_current_context().get_parameter_source(name)
     return source is ParameterSource.DEFAULT_MAP and name != "tiers"
@@ -178,7 +179,9 @@ def _as_typed(problem: ConfigError) -> ConfigError:
 
 
 def transfer_config(options: Mapping[str, Any], *, connector: bool) -> dict[str, Any]:
-    """Build the value of ``--kv-transfer-config`` from options in vLLM's names. Raises `ConfigError`."""
+    """Build the value of ``--kv-transfer-config`` from options in vLLM's names. Raises `ConfigError` for
+    invalid options.
+    """
     extra = {"spec_name": "KVOffloadSpec", "spec_module_path": _HOME, **options}
     if parse_options(extra).ram_bytes < _LEAST_RAM_BYTES:
         raise ConfigError("ram", options["cpu_bytes_to_use"], "allowed: a size such as 64GiB")
