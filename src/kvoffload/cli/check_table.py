@@ -39,8 +39,7 @@ def show_checked(
 
 
 def exit_with(checked: Check | None) -> None:
-    """Exit with the code of the comparison, unless server and prediction are close or there is no comparison.
-    """
+    """Exit with the code of the comparison, unless there is none, or server and prediction are close."""
     if checked is not None and (code := _EXIT_CODES[Verdict(checked.verdict)]):
         raise SystemExit(code)
 
