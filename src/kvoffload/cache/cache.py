@@ -99,7 +99,7 @@ class KVCache:
 
         With shared RAM do not call `reset`, but open a cache with a new `model` for new weights: after a
         reset, other processes may still store blocks of the old weights, or load them from their own tiers.
-        With shared RAM, the call also returns False if a stopped process holds the lock of RAM.
+        With shared RAM, the call also returns False if a suspended process (SIGSTOP) holds the lock of RAM.
         """
         limit = _limit("timeout_s", timeout_s)
         return self._owner.run(self._jobs.reset(limit), limit)
@@ -109,7 +109,7 @@ class KVCache:
         return self._owner.run(self._jobs.stats(), Limit(math.inf))
 
     def observe(self, observer: Observer) -> None:
-        """Report counters to `observer` from now on, instead of to an earlier observer.
+        """Report counters to `observer` from now on. An earlier observer no longer receives them.
 
         `metrics.Collector` calls this.
         """

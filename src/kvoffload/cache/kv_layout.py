@@ -273,7 +273,7 @@ def _at(array: View, axis: int, index: int | slice) -> View:
 
 
 def _has_pairs(names: Sequence[str]) -> bool:
-    """Return True if keys and values are two tensors."""
+    """Return True if a tensor with the axes `names` is one half of a pair (keys, values)."""
     return "head" in names and "kv" not in names
 
 
@@ -282,7 +282,7 @@ def _is_pair(given: object) -> bool:
 
 
 def _name_of_dtype(dtype: object) -> str:
-    """Return the plain name of a dtype, such as ``bfloat16``. `dtype`: from numpy or torch, or a text."""
+    """Return the plain name, such as ``bfloat16``, of a dtype of numpy or torch, or of a text."""
     if isinstance(dtype, type) and issubclass(dtype, np.generic):
         return str(np.dtype(dtype).name)
     return str(dtype).removeprefix("torch.")

@@ -178,7 +178,7 @@ class _Ended(Generic[T]):
     """Notifies a waiting thread of the end of its job.
 
     Differs from a `Future`: `put` needs no lock that a waiting thread holds. So a signal handler that
-    interrupts a waiting thread may run another job and wait for it.
+    interrupts a waiting thread may run another job and wait for that job.
     """
 
     def __init__(self) -> None:

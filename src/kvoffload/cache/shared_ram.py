@@ -80,7 +80,7 @@ def shared_memory_tier(pool: PoolDirectory, num_slots: int, block_bytes: int) ->
     allocates all the memory, and the other processes wait for it.
 
     Args:
-        pool: the membership in the pool. The tier's `close` does not close the membership.
+        pool: this process's membership in the pool. `close` of the tier does not close the membership.
         num_slots, block_bytes: equal in all processes.
 
     Raises: `UnavailableError` in three cases: the machine lacks free memory, another process needs too long

@@ -68,10 +68,10 @@ class HintNumbers:
 
 
 def quotas_of(text: bytes) -> dict[str, Quota]:
-    """Read quotas from the text of a recording. Raises `msgspec.MsgspecError`."""
+    """Read quotas from the text of a recording. Raises `msgspec.MsgspecError` for an invalid text."""
     return msgspec.json.decode(text.rstrip(b"\0"), type=dict[str, Quota])
 
 
 def hints_of(text: bytes) -> Hints:
-    """Read hints from the text of a recording. Raises `msgspec.MsgspecError`."""
+    """Read hints from the text of a recording. Raises `msgspec.MsgspecError` for an invalid text."""
     return msgspec.json.decode(text.rstrip(b"\0"), type=Hints)

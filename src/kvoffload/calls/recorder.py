@@ -1,7 +1,5 @@
-"""Writes the records of a manager's calls to files, on a thread.
-
-Owns the thread. A recording with a gap would be useless. So the first error ends the recording, with one line
-in the log.
+"""A thread that writes the records of a manager's calls to files. A recording with a gap would be useless. So
+the first error ends the recording, with one line in the log.
 """
 
 from __future__ import annotations

@@ -77,9 +77,9 @@ def compare(reference: Answer, other: Answer) -> Difference:
 
 
 def _difference(expected: Mapping[str, float], actual: Mapping[str, float], token: str) -> float:
-    """Return the difference between two log-probabilities of a token.
+    """Return the difference between the log-probabilities of a token in two mappings.
 
-    If one list lacks the token, returns a lower bound. If one list is empty, returns 0.
+    If one mapping lacks the token, returns a lower bound. If one mapping is empty, returns 0.
     """
     if not expected or not actual:
         return 0.0

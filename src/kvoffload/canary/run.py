@@ -72,7 +72,7 @@ class PhaseReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DifferenceReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The difference of an answer from the reference."""
+    """A difference between an answer from a cache and the computed answer to the same prompt."""
 
     phase: str
     prompt: str
@@ -276,7 +276,9 @@ class _Phases:
         }
 
     def judge(self) -> tuple[Judgement, Verdict, list[str]]:
-        """Return the judgement of the tiers, the verdict and its reasons."""
+        """Return the judgement of the answers from the tiers, the verdict of the run, and the reasons for the
+        verdict.
+        """
         noise = [size for phase in self._computed for size in self._sizes(phase)]
         on_device = judge(noise, self._sizes(self._device), rounds_alike=False)
         if not on_device.is_alarm:

@@ -69,7 +69,7 @@ class Pace:
         self._max_tokens_per_s, self._next, self._lock = max_tokens_per_s, time.monotonic(), threading.Lock()
 
     def wait(self, num_tokens: int) -> None:
-        """Wait until these tokens may be sent."""
+        """Wait until the rate limit allows to send `num_tokens` more tokens."""
         if self._max_tokens_per_s is None:
             return
         with self._lock:
@@ -169,9 +169,9 @@ class Server:
         return sums(self._samples())
 
     def device_tokens(self) -> tuple[int | None, int | None]:
-        """Return the sizes of a block and of the KV caches of all engines, in tokens. Unknown sizes are None.
+        """Return the tokens of one block, and the tokens that the KV caches of all engines hold together.
 
-        A server with several engines has one cache for each engine.
+        A server with several engines has one cache for each engine. Unknown sizes are None.
         """
         configs = [sample.labels for sample in self._samples() if sample.name == "vllm:cache_config_info"]
         sizes = [

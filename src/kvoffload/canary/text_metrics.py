@@ -8,14 +8,14 @@ from kvoffload.canary.run import CanaryReport
 from kvoffload.canary.verdict import Verdict
 
 FAILED = "failed"
-"""Value of the label ``result`` for a run that has no verdict, because the server did not answer."""
+"""Value of the label ``result`` for a run that ended with a `CanaryError`, so that it has no verdict."""
 
 
 def text_metrics(report: CanaryReport | None, counts: Mapping[str, int], now_s: float) -> str:
     """Return the metrics of the last run.
 
     Args:
-        report: None if the server did not answer.
+        report: None if the run ended with a `CanaryError`, for example because the server did not answer.
         counts: number of runs for each verdict, and for ``failed``.
         now_s: Unix time of the end of the run.
     """

@@ -206,7 +206,7 @@ def _row(name: str, unit: str, measured: float, expected: float, difference: flo
 
 
 def _settings(server: Served, predicted: Prediction) -> list[str]:
-    """Describe the settings that differ."""
+    """Describe the settings in which the server differs from the prediction."""
     differences = []
     # The third value: engines share a pool, and each of them reports the size of the whole pool.
     same = (0, predicted.capacity_blocks, predicted.capacity_blocks * predicted.instances)

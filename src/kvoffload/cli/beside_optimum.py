@@ -1,4 +1,4 @@
-"""Hit ratios of LRU and of the optimum at several capacities.
+"""Hit ratios at several capacities, with LRU and with the optimum, which knows the future.
 
 The difference is the most that any policy can gain over LRU."""
 

@@ -18,7 +18,7 @@ MACHINE_HELP = (
 def find_machine(text: str, gpus: int = 1) -> Machine:
     """Read the file `text`, or create a machine of the GPU class `text` with `gpus` GPUs.
 
-    Raises `ConfigError`.
+    Raises `ConfigError` if `text` is neither a machine's file nor a GPU class.
     """
     path = Path(expanded("machine", text))
     return read_machine(path) if path.exists() or path.suffix == ".json" else parse_class(text, gpus)

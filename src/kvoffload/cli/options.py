@@ -143,12 +143,12 @@ class ReadOptions:
         )
 
     def read_requests(self, trace: str) -> Trace:
-        """Read a trace with at least one block."""
+        """Read a trace. Raises `ConfigError` if the trace has no block."""
         return with_blocks(trace, self.read(trace))
 
 
 def with_blocks(name: str, trace: Trace) -> Trace:
-    """Return a trace that has at least one block. Raises `ConfigError`."""
+    """Return `trace`, and print its warnings. Raises `ConfigError` if the trace has no block."""
     trace.check_blocks(name)
     warn(trace.warnings)
     return trace
@@ -207,7 +207,7 @@ class TiersOptions:
     )
 
     def parsed_tiers(self) -> list[TierOptions]:
-        """Parse the tiers, from the fastest to the slowest. Raises `ConfigError`."""
+        """Parse the tiers, from the fastest to the slowest. Raises `ConfigError` for an invalid tier."""
         return [tier for text in self.tiers for tier in parse_tiers("tiers", text)]
 
 
@@ -258,7 +258,7 @@ class WorkOptions:
     resamples: Resamples = option(RESAMPLES, "Resamples of the confidence intervals.")
 
     def work(self) -> Work:
-        """Return these options as `Work`. Raises `ConfigError`."""
+        """Return these options as `Work`. Raises `ConfigError` if a value is invalid."""
         from kvoffload.sweep.measuring import Work  # other commands need no workers
 
         return Work(self.output, self.force, self.jobs, self.scheduler, self.seed, self.resamples)

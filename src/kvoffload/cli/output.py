@@ -60,7 +60,7 @@ def plain_text(shown: RenderableType, width: int = _WIDTH) -> bytes:
 
 
 def confirm(question: str) -> None:
-    """Ask the user a question. Returns only after the answer yes.
+    """Ask the user before something is deleted, and return if the answer is yes.
 
     If the answer is no, prints that nothing was deleted, and exits with code 1.
 
@@ -122,7 +122,7 @@ class _OutputFile(io.FileIO):
 
 
 def write_output(field: str, path: Path, content: bytes) -> None:
-    """Write the output file of option `field`. Raises `ConfigError`."""
+    """Write the output file of option `field`. Raises `ConfigError` if the file cannot be written."""
     with writable(field, path) as file:
         file.write(content)
 

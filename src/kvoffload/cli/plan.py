@@ -129,7 +129,7 @@ class PlanOptions(
         problems.check()
 
     def fleet(self) -> Fleet:
-        """Create the fleet: engines, traffic, prices. Raises `ConfigError`."""
+        """Create the fleet: engines, traffic, prices. Raises `ConfigError` if an option is invalid."""
         block_tokens = block_tokens_of(self.trace, self.block_tokens)
         size = self.required_block_bytes(block_tokens, "sizes need the bytes of a token")
         if (self.kv_per_gpu is None) == (self.gpu_tokens is None):
@@ -152,14 +152,16 @@ class PlanOptions(
         return replace(fleet, machine=find_machine(self.machine, fleet.gpus_of_engine))
 
     def target(self) -> Target:
-        """Return the target of the purchase. Raises `ConfigError`."""
+        """Return the target that the purchase must reach. Raises `ConfigError` if the target is invalid."""
         return Target(
             self.budget, self.target_saved, self.target_of_ceiling, self.target_gpu_hours,
             self.target_ttft_p90,
         )  # fmt: skip
 
     def setups(self) -> Setups:
-        """Return the store modes, policies and admission rules to try. Raises `ConfigError`."""
+        """Return the store modes, policies and admission rules to try. Raises `ConfigError` for an unknown
+        name.
+        """
         return Setups(
             axis("stores", self.stores), axis("policies", self.policies),
             axis("admissions", self.admissions), axis("ssd-policies", self.ssd_policies),
@@ -170,7 +172,7 @@ class PlanOptions(
     def present(self, fleet: Fleet) -> Present | None:
         """Return the server of ``--check`` with its set-up; None without ``--check``.
 
-        Raises `ConfigError`.
+        Raises `ConfigError` if the metrics of the server cannot be read.
         """
         if (server := self.served()) is None:
             return None

@@ -93,7 +93,7 @@ class CacheOptions(
             )
 
     def quotas(self, unique_blocks: int, block_bytes: int | None) -> Quotas:
-        """Parse ``--tenants``. Raises `ConfigError`."""
+        """Parse ``--tenants``. Raises `ConfigError` for invalid quotas."""
 
         def blocks(option: str, value: object) -> int:
             return parse_capacity(option, str(value), block_bytes, unique_blocks)
@@ -165,7 +165,9 @@ class ServerOptions:
     )
 
     def served(self) -> Served | None:
-        """Read the metrics of the server of ``--check``; None without ``--check``. Raises `ConfigError`."""
+        """Read the metrics of the server of ``--check``; None without ``--check``. Raises `ConfigError` if
+        this fails.
+        """
         if self.server is None:
             if self.since is not None:
                 raise ConfigError("since", self.since, "it needs --check")
@@ -225,7 +227,7 @@ class ReplayOptions(LoadedCacheOptions, ServerOptions):
         problems.check()
 
     def what_ifs(self) -> tuple[WhatIf, ...]:
-        """Parse ``--what-if``. Raises `ConfigError`."""
+        """Parse ``--what-if``. Raises `ConfigError` for an invalid setting."""
         return WhatIfParser().parse("what-if", self.what_if) if self.what_if else ()
 
     def _check_managers(self) -> None:
@@ -245,11 +247,12 @@ class ReplayOptions(LoadedCacheOptions, ServerOptions):
         )
 
     def injection(self) -> Injection | None:
-        """Parse ``--inject``. Raises `ConfigError`."""
+        """Parse ``--inject``. Raises `ConfigError` for an unknown fault."""
         return parse_injection(self.inject, self.seed) if self.inject else None
 
     def data(self, trace: Trace, config: ReplayConfig) -> list[DataPlane]:
-        """Create a data plane for each manager, or return an empty list for ``--no-data``.
+        """Create for each manager a data plane, which stores the bytes of blocks. The list is empty with
+        ``--no-data``.
 
         Raises: `ConfigError` if the blocks do not fit in the free memory.
         """

@@ -31,7 +31,7 @@ class SimulateOptions(CacheOptions, ServerOptions):
     step_tokens: Count = option(8192, "Prompt tokens that the engine computes in a step.")
 
     def timing(self, block_tokens: int) -> Timing:
-        """Create the assumptions: machine, engine, load. Raises `ConfigError`."""
+        """Create the assumptions: machine, engine, load. Raises `ConfigError` if an option is invalid."""
         size = self.required_block_bytes(block_tokens, "copies need the bytes of a token")
         machine = find_machine(self.machine)
         return Timing(machine, size, self.max_running, self.step_tokens, self.load, self.at_once)

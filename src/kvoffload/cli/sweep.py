@@ -80,7 +80,7 @@ class SweepOptions(
         problems.check()
 
     def grid(self) -> Grid:
-        """Return the combinations. Raises `ConfigError`."""
+        """Return the combinations to replay. Raises `ConfigError` if a value is invalid."""
         return Grid(
             axis("policies", self.policies),
             axis("admissions", self.admissions),

@@ -40,7 +40,9 @@ _Line = dict[str, _Cell]
 
 
 class _Several(NamedTuple):
-    """Flags: True for each axis with several values. The labels of lines name the values on these axes."""
+    """Flags that are True for an axis on which the rows have several values. The labels of table lines then
+    name the value.
+    """
 
     stores: bool
     tiers: bool

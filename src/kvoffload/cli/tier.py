@@ -59,7 +59,7 @@ class BenchOptions(ServerOptions, ModelOptions):
     )
 
     def check(self) -> None:
-        """Check that a prefill speed comes with the bytes of a token. Raises `ConfigError`."""
+        """Refuse a prefill speed if the bytes of a token are unknown. Raises `ConfigError`."""
         if self.prefill_tokens_per_s is not None and self.known_block_bytes(1) is None:
             why = "give --model or --bytes-per-token"
             raise ConfigError("prefill-tokens-per-s", self.prefill_tokens_per_s, why)
@@ -138,7 +138,8 @@ def bench(options: BenchOptions) -> None:
     """Measure probes, verified reads and writes of the tier at URL, and compute the break-even for a model.
 
     Writes up to 64 MiB in each round. A server keeps these blocks for one minute; a bucket keeps them until
-    its expiration rule deletes them. If a server is full, it evicts other blocks to make room for them.
+    its expiration rule deletes them. If a server is full, it evicts other blocks to make room for the written
+    blocks.
     """
     tier = _shared(options.url)
     speeds = [_speeds(tier, num_bytes, options.rounds) for num_bytes in options.sizes()]
@@ -158,7 +159,7 @@ def bench(options: BenchOptions) -> None:
 
 
 def _shared(url: str) -> TierOptions:
-    """Parse the URL of a shared tier. Raises `ConfigError`."""
+    """Parse the URL of a shared tier. Raises `ConfigError` for another URL."""
     options = parse_tier("tier", url)
     if not options.schemes:
         why = "allowed: the URL of a server; for a disk use kvoffload disk inspect PATH"

@@ -182,7 +182,9 @@ def _words(statistics: TraceStatistics, best: list[dict[str, Any]], like: dict[s
 
 
 def _sessions(statistics: TraceStatistics) -> str:
-    """Describe how sessions were found and, if they were inferred, how certain they are."""
+    """Describe how sessions were found. If they were inferred, say for which share of the requests this was
+    unambiguous.
+    """
     if statistics.unambiguous_share is None:
         return "Sessions are named by the recording."
     share = percent(statistics.unambiguous_share)

@@ -108,8 +108,8 @@ class VLLMConfigOptions:
 def vllm_config(options: VLLMConfigOptions) -> None:
     """Print the flag that makes vLLM offload through kvoffload. The flag is checked and quoted for a shell.
 
-    `--store on-device-eviction` and `--record` need `--connector`, so they turn it on. As in vLLM, RAM is the
-    total of all workers of one engine, on all machines.
+    `--store on-device-eviction` and `--record` need `--connector`, so they turn on `--connector`. As in vLLM,
+    RAM is the total of all workers of one engine, on all machines.
     """
     typed = vars(options) | {
         "tiers": list(options.tiers) or None,
