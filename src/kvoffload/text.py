@@ -49,7 +49,7 @@ def outside_blocks(share: float | None, ratios: str = "percentages of the prefil
 
     Args:
         share: share of these tokens, 0 to 1. If it is None, the list is empty.
-        ratios: name of the numbers that leave these tokens out, for the sentence.
+        ratios: words in the sentence for the numbers that do not count these tokens.
     """
     if share is None:
         return []
@@ -60,7 +60,7 @@ def outside_blocks(share: float | None, ratios: str = "percentages of the prefil
 
 
 def interval(low: float | None, high: float | None) -> str:
-    """Format an interval of two shares: ``27.3% to 35.2%``; an empty string if a limit is None."""
+    """Format two shares as an interval: ``27.3% to 35.2%``; an empty string if one of them is None."""
     return "" if low is None or high is None else f"{percent(low)} to {percent(high)}"
 
 

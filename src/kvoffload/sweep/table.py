@@ -1,6 +1,6 @@
-"""Rows of a sweep: measurements, their confidence intervals, and comparisons with LRU and the optimum.
+"""Output rows of a sweep: measurements with confidence intervals, compared with LRU and with the optimum.
 
-Defines the columns. Rows depend only on measurements, and are recomputed when a sweep ends.
+Defines the columns. Rows are computed from the measurements alone; when a sweep ends, all are computed again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ computed. With a smaller difference the quotient would be noise."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """Output line of one combination on one trace. All ratios are shares of the trace's block references.
+    """Output row: one policy and admission rule with one set of sizes, replayed on one trace.
+
+    All ratios are shares of the trace's block references.
 
     Attributes:
         trace, trace_sha256: name and content digest of the trace.
@@ -50,13 +52,14 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         optimum_hit_ratio: upper bound for any policy with these sizes. For several instances with
             device caches and separate RAM no such bound is known: the value is `infinite_hit_ratio`.
         infinite_hit_ratio: prefix-hit ratio of an unlimited cache.
-        baseline: policy and admission rule of the LRU row with which this row is compared, a row of the same
-            scenario (`place`). The rule is ``all`` if the sweep includes ``all``, otherwise the sweep's first
-            rule. Null if the sweep does not include LRU.
+        baseline: policy and admission rule of the LRU row with which this row is compared. Both rows belong
+            to the same scenario (`place`). The rule is ``all`` if the sweep includes ``all``, otherwise the
+            sweep's first rule. Null if the sweep does not include LRU.
         diff_vs_lru: prefix-hit ratio minus the prefix-hit ratio of the baseline.
-        diff_low, diff_high, diff_correlation: paired confidence interval of this difference. The difference
-            is significant if the interval does not contain 0.
-        gap_closed: ``diff_vs_lru / (optimum_hit_ratio - baseline's ratio)``; null for a gap below 0.001.
+        diff_low, diff_high, diff_correlation: paired confidence interval of `diff_vs_lru`. The difference is
+            significant if the interval does not contain 0.
+        gap_closed: ``diff_vs_lru / (optimum_hit_ratio - baseline's ratio)``; null if the divisor is below
+            0.001.
         writes_vs_lru: blocks written, divided by the blocks that the baseline wrote.
         among_best: True if no other row with these sizes on this trace is significantly better.
         verdict: verdict of a scenario (`verdict.Verdict.line`), in the scenario's best row; null in other
@@ -174,7 +177,10 @@ class Runs:
         return self._draws[self.points[number].trace].ratio(self._hits[number])
 
     def difference(self, number: int, baseline: int) -> Interval | None:
-        """Compute the paired interval of a point's ratio minus the ratio of `baseline`, on the same trace."""
+        """Compute the paired confidence interval of a difference of hit ratios: `number` minus `baseline`.
+
+        Both are indices of points, and both points must have the same trace.
+        """
         return self._draws[self.points[number].trace].difference(self._hits[number], self._hits[baseline])
 
 
@@ -183,7 +189,7 @@ def rows_of(runs: Runs, *, block_bytes: int | None = None, timings: bool = False
 
     Args:
         block_bytes: bytes of a block; None if unknown.
-        timings: True to add the column of seconds.
+        timings: True to add the column `TimedRow.control_plane_s`.
     """
     points, measured = runs.points, runs.measured
     baselines, best = baselines_of(points), _best(points, measured)
@@ -208,7 +214,7 @@ def rows_of(runs: Runs, *, block_bytes: int | None = None, timings: bool = False
 def violations(rows: Sequence[Row]) -> list[str]:
     """Describe each row with more hits than an optimal policy or an unlimited cache.
 
-    Such a row proves a bug of kvoffload.
+    No policy can have more hits than the optimum, so each of these rows proves a bug of kvoffload.
     """
     lines = []
     for row in rows:
@@ -257,7 +263,7 @@ def _best(points: Sequence[Point], measured: Sequence[Measurement]) -> dict[tupl
 
 
 def _row(runs: Runs, number: int, block_bytes: int | None) -> Row:
-    """Create the row of point `number`. The columns that compare it with other rows stay empty."""
+    """Create the row of point `number`. The columns that compare this row with other rows stay empty."""
     point, report = runs.points[number], runs.measured[number].report
     trace, config, interval = runs.traces[point.trace], point.config, runs.ratio(number)
     tiers = report.tiers[1:]

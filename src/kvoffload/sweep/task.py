@@ -40,8 +40,8 @@ class Measurement(msgspec.Struct, frozen=True):
 
     Attributes:
         window_hits: number of prefix hits in each window (`bootstrap.window_sums`).
-        instance_window_hits: for several instances, a list like `window_hits` for each instance, computed
-            from the requests of that instance. Instances without block references are left out.
+        instance_window_hits: if the replay has several instances, one list like `window_hits` for each
+            instance, computed from its requests alone. Instances without block references are left out.
     """
 
     report: ReplayReport
@@ -150,8 +150,8 @@ def whole_trace(source: TraceSource) -> tuple[tuple[Trace, str]]:
 def _shares(source: TraceSource) -> tuple[tuple[Trace, str], ...]:
     """Divide a trace among replicas. Returns each replica's part with its `content_digest`.
 
-    The last two results are cached, because a plan with shared servers alternates between the traces of the
-    replicas and the undivided trace.
+    The last two results are cached, because a plan with shared servers needs the divided trace and the
+    undivided trace by turns.
     """
     share = source.share
     ((trace, _),) = whole_trace(replace(source, share=ALL))
@@ -188,9 +188,10 @@ def attempt_with(trace: Trace | None, task: Task) -> Measurement | Failure:
 
 @functools.cache
 def code_digest(policy: str = "", admission: str = "") -> str:
-    """Compute the SHA-256 of the code that affects a result: this package, and the files of policy and rule.
+    """Compute one SHA-256 of all code that affects a result.
 
-    A version number would not suffice: a policy under development changes without a new version.
+    The code is this package, and the source files of the policy and of the admission rule. A version number
+    would not suffice, because a policy under development changes without a new version.
     """
     digest = hashlib.sha256(__version__.encode())
     files = [
@@ -210,9 +211,9 @@ def code_digest(policy: str = "", admission: str = "") -> str:
 
 
 def code_digests(config: ReplayConfig | None) -> list[str]:
-    """Return the `code_digest` of RAM's policy and rule, then of each tier's policy and rule.
+    """Return the `code_digest` of RAM's policy and admission rule, then one for each tier's.
 
-    If `config` is None, as for a replay of a device cache alone, returns only the digest of this package.
+    `config` is None for a replay of a device cache alone; then the list has only the digest of this package.
     """
     if config is None:
         return [code_digest()]

@@ -17,11 +17,11 @@ from kvoffload.sweep.table import Row, place
 from kvoffload.text import percent
 
 _NAMED = 3
-"""Largest number of configurations that a sentence names; further configurations are counted."""
+"""Number of configurations that a longer list names before it says ``and 3 others``."""
 
 
 class Certainty(Enum):
-    """Certainty of a difference, from its confidence interval."""
+    """Certainty that a policy is better than LRU, derived from the confidence interval of the difference."""
 
     SURE = "the interval is above 0"
     LIKELY = "the interval is above 0, but too narrow: neighbouring windows are correlated"
@@ -42,7 +42,7 @@ class Verdict:
         certainty: certainty of the lead of `best` over `baseline`; UNKNOWN if there is no interval.
         alike: rows that are not significantly worse than `best`, most hits first. If the trace is too short
             for intervals, rows with exactly as many hits as `best`. The baseline is left out.
-        rivals: number of rows of this scenario, without `best`.
+        rivals: number of the other rows of this scenario.
     """
 
     number: int
@@ -99,10 +99,11 @@ class Verdict:
 
 
 def certainty_of(low: float | None, correlation: float | None) -> Certainty:
-    """Classify a lead by the lower limit `low` of its interval.
+    """Classify the lead of a policy over LRU by the lead's confidence interval.
 
-    A lead is significant if `low` is above 0. A significant lead is LIKELY instead of SURE if neighbouring
-    windows have a `correlation` above `CORRELATED`. If there is no interval, both arguments are None.
+    A lead is significant if the interval's lower limit `low` is above 0. A significant lead is LIKELY instead
+    of SURE if neighbouring windows have a `correlation` above `CORRELATED`. If there is no interval, both
+    arguments are None.
     """
     if low is None or correlation is None:
         return Certainty.UNKNOWN

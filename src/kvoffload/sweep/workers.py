@@ -93,9 +93,9 @@ class LocalWorkers:
 
 @contextlib.contextmanager
 def _sigint_waits() -> Iterator[None]:
-    """Block SIGINT in the processes that are started in this context, because they inherit the signal mask.
+    """Start processes with SIGINT blocked: they inherit the signal mask of this thread.
 
-    Ctrl-C sends SIGINT to every process of a terminal, but only the parent process should handle it.
+    Ctrl-C sends SIGINT to every process of a terminal, but only the parent process should handle the signal.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

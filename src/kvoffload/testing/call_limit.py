@@ -10,21 +10,22 @@ from kvoffload.core.policy import EvictionPolicy
 
 
 class EndlessLoopError(BaseException):
-    """Raised in a call of a policy that does not return.
+    """Raised inside a policy's method that does not return.
 
-    Derived from `BaseException`, because Hypothesis would try to shrink the failure if it were an
-    `Exception`.
+    Derived from `BaseException`, because Hypothesis shrinks every failure that is an `Exception`: it would
+    run the endless loop again and again.
     """
 
 
 class CallLimit:
     """A CPU time limit for each call of a policy.
 
-    A call is stopped after between `cpu_s` and twice `cpu_s` seconds.
+    An endless call is stopped after at least `cpu_s` and at most twice `cpu_s` seconds.
 
-    From `begin` to `end`, a timer runs every `cpu_s` seconds of CPU time. It raises `EndlessLoopError` if the
-    policy is still in the same call as one period earlier. Loops in compiled code are not detected, because
-    Python delays signals until the code returns. Thread: main; in other threads the class does nothing.
+    From `begin` to `end`, a timer signal arrives after every `cpu_s` seconds of CPU time. Its handler raises
+    `EndlessLoopError` if the policy is still in the same call as at the previous signal. Loops in compiled
+    code are not detected, because Python handles a signal only after this code has returned. Thread: main; in
+    other threads the class does nothing.
     """
 
     def __init__(self, cpu_s: float) -> None:

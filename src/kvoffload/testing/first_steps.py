@@ -50,10 +50,12 @@ class Failure:
 
 
 def first_failure(make: Callable[[int, str], OffloadingManager]) -> Failure | None:
-    """Play short random scripts, with an audit after each step. Returns the first failure, reduced.
+    """Play short random scripts, with an audit after each step.
+
+    Returns the first failure, with its script shortened; None if every script succeeds.
 
     Args:
-        make: creates a manager with a capacity in blocks and a store mode.
+        make: function that takes a capacity in blocks and a store mode, and creates a manager.
 
     Cost: 160 scripts of 4 to 32 steps. After a failure, at most 300 more scripts.
     """

@@ -20,7 +20,7 @@ SHRINK_CPU_S = 5.0
 class _TimeIsUp(BaseException):
     """Raised when the time for shrinking is over.
 
-    Derived from `BaseException`, because Hypothesis stops at such an error.
+    Derived from `BaseException`, because Hypothesis would treat an `Exception` as a failure and go on.
     """
 
 
@@ -65,7 +65,8 @@ def run_machine(machine: type[RuleBasedStateMachine]) -> None:
 class _Limit:
     """Raises `_TimeIsUp` if more than `SHRINK_CPU_S` of CPU time have passed since the first failure.
 
-    Never raises within an example, because Hypothesis repeats the example and expects the same draws.
+    Raises only at the end of an example, because Hypothesis repeats examples and expects each repetition to
+    make the same draws.
     """
 
     def __init__(self) -> None:
@@ -73,7 +74,7 @@ class _Limit:
         self._failed_at_s: float | None = None
 
     def after_example(self) -> None:
-        """Record the time of the first failure. Raise `_TimeIsUp` if the limit since then is exceeded.
+        """Record the time of the first failure. Raise `_TimeIsUp` if that was too long ago.
 
         Call this method in a ``finally`` block: it reads the example's error from `sys.exc_info`.
         """

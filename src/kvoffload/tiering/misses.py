@@ -1,4 +1,4 @@
-"""Corrects RAM's counts of misses by reason, if there are tiers behind RAM."""
+"""Corrects RAM's counts of misses by reason, which ignore the tiers behind RAM."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvoffload.tiers.contract import Mask
 
 
 def change_of(codes: npt.NDArray[np.int32], in_tier: Mask) -> CountArray:
-    """Return a correction of RAM's miss counts after the lookup of a prefix: a number to add for each code.
+    """Return, for each code, the number to add to RAM's miss counts after the lookup of a prefix.
 
-    RAM has counted the blocks in tiers as if there were no tiers. The correction moves these blocks to the
-    code `BEHIND_A_GAP` if an earlier block of the prefix is neither in RAM nor in a tier, otherwise to
-    `TIER_GAVE_UP`.
+    RAM has counted the blocks as if there were no tiers. If a tier has a block, the correction subtracts the
+    block from the code that RAM counted. It adds the block to `BEHIND_A_GAP` if an earlier block of the
+    prefix is neither in RAM nor in a tier, otherwise to `TIER_GAVE_UP`.
 
     Args:
         codes: `miss_record` code that RAM counted for each block of the prefix.

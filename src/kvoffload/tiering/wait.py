@@ -1,4 +1,4 @@
-"""The wait of a request for blocks in tiers, and its limits."""
+"""The wait of a request for blocks in tiers, and the limits of the wait."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ class TierWait:
     """The wait of one request for blocks in tiers.
 
     Attributes:
-        records: the request's record in each tier.
+        records: for each tier, the record of the request that `SecondaryTier.begin_request` returned.
         wanted: single keys to promote or probe in the next step.
         given_up: keys that the request no longer waits for.
-        came_from: mapping: key of a block that was promoted for this request -> number of its tier, from 1.
+        came_from: maps the key of each block that was promoted for this request to the number of the block's
+            tier, from 1.
         left_out: indices in `stack.lanes` of the tiers from which this request loads nothing.
         num_storing: number of the request's blocks that are being stored into RAM.
         may_wait_s: longest wait for blocks, in seconds.

@@ -42,15 +42,16 @@ def num_worth_reading(
     now: float,
     spent_s: float = 0.0,
 ) -> int:
-    """Return the largest number of leading blocks whose read takes no longer than computing, or 0.
+    """Return the number of leading blocks to read, so that the read takes no longer than computing.
 
-    A read saves the time to compute the read blocks, and the blocks in RAM that lie between them or directly
-    behind them. If `compute_s` is None, all blocks are read. If no read is fast enough, all blocks are read
-    only for a trial (`TierLane.is_trial_due`).
+    Returns the largest such number. A read saves computing the blocks that it reads. It also saves computing
+    blocks in RAM that lie between them or directly behind them, because without the read these would be
+    behind a gap. If no number is fast enough, returns 0, but all blocks if a trial is due
+    (`TierLane.is_trial_due`). If `compute_s` is None, returns all blocks.
 
     Args:
-        sources: tier of each block.
-        wanted: position of each block in a prefix of `length` blocks that are in RAM or in tiers.
+        sources: index in `lanes` of the tier from which each block would be read.
+        wanted: position of each of these blocks in a prefix of `length` blocks, which are in RAM or in tiers.
         compute_s: seconds to compute a block; None while unknown.
         spent_s: time that the request has already waited for probes.
     """

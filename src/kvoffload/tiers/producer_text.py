@@ -76,8 +76,8 @@ def producer_of(text: str) -> bytes:
 def pack(text: str, max_bytes: int = MAX_BYTES) -> bytes:
     """Encode a producer's text in at most `max_bytes`.
 
-    If the text is longer, its long values are replaced by digests, and the result is compressed. If that is
-    still too long, the last fields are left out, and their number is noted in the text.
+    If the text is longer, its long values are replaced by digests, and the result is compressed. If the
+    result is still too long, the last fields are left out, and a field with their number is added.
     """
     plain = text.encode()
     if len(plain) <= max_bytes:
@@ -123,7 +123,7 @@ def summary(text: str) -> str:
 
 
 def differences(first: str, second: str) -> list[Difference]:
-    """Return the fields that differ between two producers' texts, with names as `_short` returns them."""
+    """Return the fields that differ between two producers' texts. Dotted names are shortened (`_short`)."""
     a, b = fields(first), fields(second)
     names = sorted(name for name in {*a, *b} if a.get(name, ABSENT) != b.get(name, ABSENT))
     short = _short(names)

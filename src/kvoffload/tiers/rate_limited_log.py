@@ -21,9 +21,9 @@ class RateLimitedLog:
         self._last: dict[str, tuple[float, int]] = {}
 
     def warn(self, kind: str, message: str, *arguments: object) -> None:
-        """Log a warning.
+        """Log a warning, unless a line of this `kind` was logged less than `INTERVAL_S` ago.
 
-        If the last line of this kind is too recent, only count it: the next line reports the count.
+        Lines that are not logged are counted, and the next logged line of the kind reports their number.
         """
         self._log(logging.WARNING, kind, message, arguments)
 

@@ -1,6 +1,7 @@
 """The disk tier: blocks in a directory. The tier may forget blocks, but never serves wrong bytes.
 
-A directory has a *slab* for each producer: a file of block slots with a journal.
+A directory has one *slab* for each producer (a model with its dtype, layout and parallel shape). A slab is a
+file of block slots with a journal.
 
 - `disk_tier` implements `SecondaryTier`.
 - `placement` maps blocks to slots, `pipeline` moves blocks, and `committer` makes blocks durable.

@@ -6,8 +6,8 @@ Owns the order of operations on which the guarantees after a crash depend:
 2. A block's entry is appended to the journal only after the block's data are durable.
 3. A write is reported only after the block's entry is durable.
 
-One sync does two things if another batch waits: it makes the entries of the first batch and the data of the
-next batch durable.
+While batches follow each other, one sync serves two of them: it makes the entries of the first batch durable,
+and the data of the next batch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LONGEST_COMMIT_INTERVAL_S = 0.25
 VOID_RETRY_S = 1.0
 """Pause after a failed write of the superblocks, in seconds."""
 ACCESS_INTERVAL_S = 1.0
-"""Longest time in seconds until an access is committed."""
+"""Longest time in seconds from an access (a use of a block) to its commit."""
 MAX_PENDING_ACCESSES = 1 << 22
 
 _NO_SLOTS = np.empty(0, np.uint32)
@@ -132,7 +132,7 @@ class Committer:
             return self._num_removals
 
     def void(self, generation: int) -> None:
-        """Invalidate all blocks with a lower generation, including blocks in flight.
+        """Invalidate all blocks with a generation below `generation`, including blocks in flight.
 
         The change is durable once `is_settled` is True. To reuse the blocks' slots, call `remove` afterwards.
         """
@@ -255,9 +255,9 @@ class Committer:
             self._end_batch(batch)
 
     def _make_void(self) -> None:
-        """Write the void generation to the superblocks, if due. Works with a broken journal, too.
+        """Write the generation of the last `void` to the superblocks, unless this is done or not yet due.
 
-        Repeats a failed write after `VOID_RETRY_S`.
+        After a failed write, the next one is due after `VOID_RETRY_S`. Works with a broken journal, too.
         """
         with self.lock:
             if not self._must_make_void():

@@ -30,7 +30,8 @@ With longer batches some policies are slow.
 class Placement:
     """Place (position in the slab) and metadata of the block in each slot of the manager.
 
-    The *gate* of a place is the number of removals that must be durable before a write (`Committer.remove`).
+    The *gate* of a place is the number of removals that must be durable before the place may be written
+    (`Committer.remove`).
 
     Args:
         layout: layout of the slab. The manager has `Layout.num_blocks` slots; the slab's other usable slots

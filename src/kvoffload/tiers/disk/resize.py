@@ -20,8 +20,8 @@ from kvoffload.tiers.disk.slab_layout import Layout
 def resize(slab: Slab, recovered: Recovered, target: Layout, capacity_bytes: int) -> Recovered | None:
     """Change the capacity of a slab; returns the slab's new contents. Slot offsets stay unchanged.
 
-    Drops the coldest blocks if the space is too small. If there is no space now for a longer journal, returns
-    None and leaves the slab unchanged.
+    Drops the coldest blocks if the space is too small. If the new capacity needs a longer journal, and there
+    is no space for it now, returns None and leaves the slab unchanged.
 
     Args:
         target: the new layout: ``slab.layout.with_capacity(capacity_bytes)``.

@@ -1,4 +1,4 @@
-"""The disk space of a directory in which one slab grows, while the slabs of other producers shrink.
+"""The division of a directory's disk space: one slab grows, and the slabs of other producers shrink for it.
 
 Knows the path and size of the other slabs, not their contents. Opens no file.
 """
@@ -21,8 +21,8 @@ class Room:
     Args:
         capacity_bytes: capacity of the directory.
         other_slabs: files of other slabs, in the order in which they shrink.
-        shrink: function of a file and a number of bytes. Shortens the file by at least this number, or
-            deletes the file. Returns the new size, 0 if deleted. May raise `OSError`.
+        shrink: function that takes a slab's path and a number of bytes. It shortens the file by at least
+            this number, or deletes the file, and returns the new size, 0 if deleted. May raise `OSError`.
 
     Thread: one at a time.
     """
@@ -39,9 +39,9 @@ class Room:
         return self._capacity_bytes - LOCK_FILE_BYTES - sum(size for _, size in self._other_sizes)
 
     def make(self, num_bytes: int) -> bool:
-        """Shrink the first other slab by at least `num_bytes`, or delete it.
+        """Shrink the first of the other slabs by at least `num_bytes`, or delete it.
 
-        Returns: False if no other slab exists. Raises: `OSError`.
+        Returns False if there is no other slab. Raises: `OSError`.
         """
         if not self._other_sizes:
             return False

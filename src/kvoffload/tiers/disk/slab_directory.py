@@ -34,12 +34,12 @@ from kvoffload.tiers.rate_limited_log import RateLimitedLog
 SLABS = "kvoffload*.slab"
 """Glob pattern of slab names."""
 SMALLEST_SHARE = 16
-"""Divisor of a slab's usable slots; the quotient limits the margin that a slab gives up when it must shrink.
-A slab whose file has no more slots than the quotient is deleted instead."""
+"""When a slab must shrink, it gives up a margin, too, so that it need not shrink again at once. The margin is
+at most 1/16 of the slab's usable slots. A slab whose file has no more slots than this is deleted instead."""
 
 
 class Geometry(NamedTuple):
-    """Checked options of a directory."""
+    """Options of a directory, after they were checked."""
 
     layout: Layout
     capacity_bytes: int
@@ -168,7 +168,7 @@ class _Opening:
         return 0
 
     def _open_existing(self) -> Slab | None:
-        """Open the producer's slab. If this version cannot use it, delete it and return None."""
+        """Open the producer's slab. If this version cannot use the slab, delete it and return None."""
         path, geometry = self._path, self._geometry
         check_private(path)
         _check_is_file(path)
@@ -218,7 +218,7 @@ class _Opening:
         return recovered
 
     def _resize(self, slab: Slab, recovered: Recovered) -> Recovered | None:
-        """Resize a slab to the configured capacity if possible. Returns None if its journal does not fit."""
+        """Resize a slab to the configured capacity if possible. Returns None if the journal does not fit."""
         before, wanted = slab.capacity_bytes, self._geometry.capacity_bytes
         if slab.layout.is_moving and before < wanted:
             # The slots of the interrupted change end where the moved journal begins.

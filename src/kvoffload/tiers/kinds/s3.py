@@ -75,8 +75,8 @@ class S3Options(SharedTierOptions):
         url: the bucket, and the prefix of all object names. An access rule can restrict a user to the prefix.
         endpoint: URL of the server; by default Amazon's.
         region: region of the bucket.
-        pack: size of an object. An object holds as many consecutive blocks of a path as fit, at most 32. If
-            `pack` is 0, each object holds one block. Must be equal on all machines.
+        pack: size of an object, which must be equal on all machines. An object holds as many consecutive
+            blocks of a path as fit, at most 32. If `pack` is 0, each object holds one block.
         credentials_file: a file in the format of ``~/.aws/credentials``; the section ``default`` is read. By
             default the keys come from the environment or from the machine's role.
         price_per_1000_puts, price_per_1000_gets, price_per_gb_read: prices for the cost counter. By default
@@ -119,10 +119,7 @@ class S3Options(SharedTierOptions):
         return certificate_refusal(error, "the file of the environment variable SSL_CERT_FILE", "endpoint")
 
     def group_blocks(self, owner: TierOwner) -> int:
-        """Return the number of blocks in an object.
-
-        It is 1 if the owner reports no paths (`TierOwner.reports_paths`).
-        """
+        """Return the number of blocks in an object: 1 if the owner reports no paths (`reports_paths`)."""
         if not owner.reports_paths:
             return 1
         return max(1, min(self.pack // owner.block_bytes, MOST_IN_AN_OBJECT))

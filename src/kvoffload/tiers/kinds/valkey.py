@@ -74,7 +74,7 @@ class ValkeyOptions(SharedTierOptions):
     start_s = 5.0
     engine_start_s = 1.0
     silence_s: ClassVar[float] = 5.0
-    """A replay's connection fails if the server neither sends nor accepts a byte for this many seconds."""
+    """In a replay, a connection fails if the server neither sends nor accepts a byte for so many seconds."""
 
     url: URL
     ttl: Duration | None = None

@@ -95,7 +95,7 @@ class Ledger:
 
 
 class BucketError(ServerError):
-    """An error response.
+    """An error response of the server.
 
     Attributes:
         code: S3 error code, for example ``NoSuchBucket``; equal to `status` if the response has no code.
@@ -135,8 +135,8 @@ class Bucket:
     `OSError` for a missing or invalid response. Error messages contain no secret, no address of an object,
     and no server text except an error code.
 
-    The memory use is bounded: objects of another size are rejected by their headers, longer responses are
-    cut, and error bodies are read up to 16 KiB. Redirections are not followed.
+    The memory use is bounded: an object of an unexpected size is rejected as soon as its headers arrive, a
+    response that is too long is cut, and error bodies are read up to 16 KiB. Redirections are not followed.
 
     Args:
         signer: signs requests; several clients may share a signer.
@@ -459,7 +459,7 @@ class _SpanReceiver:
 
 
 def _without_secrets(error: Exception) -> Exception:
-    """Return an error that quotes no request or response. They may contain signatures.
+    """Return an error that quotes no request or response, because these may contain signatures.
 
     A `CertificateError` contains only text of OpenSSL, and is returned unchanged.
     """

@@ -1,4 +1,7 @@
-"""Credentials of a bucket: keys from a file, or from obstore (environment variables or machine role)."""
+"""Credentials of a bucket: keys from a file, or else from environment variables or the machine's role.
+
+obstore finds the keys that do not come from a file.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from kvoffload.tiers.s3.signing import Signer
 from kvoffload.tiers.shared.connection import CONNECT_S
 
 ROLE_KEYS_S = 5.0
-"""Longest wait for the keys of the machine's role."""
+"""Longest wait for the keys of the machine's role, in seconds."""
 _CREDENTIALS = {"aws_access_key_id", "aws_secret_access_key", "aws_session_token"}
 
 

@@ -17,8 +17,8 @@ _POLL_S = 0.005
 class Host:
     """A host that accepts HTTP connections, with or without TLS.
 
-    A connection waits until the host name has been resolved once. Afterwards connections use the cached
-    addresses without waiting.
+    The first connection waits until the host name is resolved. Later connections use the cached addresses
+    without waiting.
 
     Args:
         scheme: ``http`` or ``https``.

@@ -1,7 +1,7 @@
 """HTTP/1.1 requests with bounded memory.
 
 Owns the framing of requests and responses. Does not know S3, addresses, deadlines or connection pools. The
-receiver of a response provides the memory for the body. So no server can make this module allocate much.
+receiver of a response provides the memory for the body, so that no server can make this module allocate much.
 """
 
 from __future__ import annotations

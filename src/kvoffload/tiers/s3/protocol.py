@@ -1,4 +1,4 @@
-"""Requests of S3 that perform exchanges: handshake, probe, read, write.
+"""S3 requests that perform the exchanges of a shared tier: handshake, probe, read, write.
 
 Owns the names and contents of objects (docs/formats.md), and the conditions under which a block counts as
 read, written or present.
@@ -74,7 +74,7 @@ def epoch_name(namespace: str, producer: bytes) -> bytes:
 
 
 def about_name(epoch: str) -> str:
-    """Return the name of the object with a producer's text. `epoch`: name of the epoch's object."""
+    """Return the name of the object with the producer's text. `epoch` is the name from `epoch_name`."""
     place, _, producer = epoch.rpartition("/epochs/")
     return f"{place}/abouts/{producer}"
 
@@ -107,7 +107,7 @@ class S3:
         stats.puts, stats.gets, stats.cost = self.ledger.puts, self.ledger.gets, self.ledger.cost
 
     def persistence(self, connection: Bucket, exchange: PersistenceQuestion) -> None:
-        """Ask nothing: a bucket does not lose a reset that it has confirmed."""
+        """Send no request, because a bucket does not lose a reset that it has confirmed."""
 
     def handshake(self, connection: Bucket, exchange: Handshake) -> None:
         connection.run([_handshake(connection, exchange)], exchange.deadline)
@@ -137,7 +137,7 @@ class S3:
         connection.run(requests, exchange.deadline, self.most_at_once)
 
     def _object_bytes(self, exchange: BlockExchange) -> int:
-        """Return the bytes of an undamaged object; all objects of the tier have this size."""
+        """Return the size of each object of the tier, in bytes. An object of another size is damaged."""
         return self.group_blocks * (HEADER_BYTES + exchange.block_bytes)
 
     def _run(self, bucket: Bucket, exchange: BlockExchange, requests: Iterable[Request]) -> None:
@@ -229,8 +229,8 @@ class _BlockReceiver:
             begin: position of the first received block in the object.
             received: shape ``(n, bytes of header and block)``.
 
-        Raises: `TimeoutError` after the deadline, and copies nothing: the read's job may have ended at the
-            deadline, and its rows may hold other blocks now.
+        Raises: `TimeoutError` after the deadline, without a copy: the read's job may have ended at the
+            deadline, so that its rows may hold other blocks now.
         """
         read, group = self._read, self._part
         if time.monotonic() >= read.deadline:

@@ -1,7 +1,7 @@
 """Signed addresses of objects in a bucket. The credentials may change while an engine runs.
 
-Owns the credentials in use. Sends no requests. obstore computes signatures, and fetches the credentials of a
-machine's role over the network.
+Owns the credentials in use. obstore computes the signatures. This needs no network, with one exception: for
+the credentials of a machine's role, obstore sends requests.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Signed(NamedTuple):
 
 
 async def _on_a_thread(call: Callable[[], str]) -> str:
-    """Run a call that may wait for the network on a daemon thread, so that a deadline can abandon it.
+    """Run `call` on a daemon thread, so that a deadline can abandon it: it may wait for the network.
 
-    obstore's `sign_async` is not used: of 25 processes that ended shortly after calling it, 2 were aborted.
+    obstore's `sign_async` is not used: of 25 processes that called it shortly before they ended, 2 crashed.
     """
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[str] = loop.create_future()

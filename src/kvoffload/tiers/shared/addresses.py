@@ -31,10 +31,10 @@ def getaddrinfo(host: str, port: int) -> list[SocketAddress]:
 class Addresses:
     """A cache of host addresses, renewed in the background.
 
-    The first `connected` for a host waits for the host's lookup, at most until the deadline. Later calls use
-    the cached addresses without waiting. A call also starts a new lookup in the background in two cases: the
-    cached addresses are older than 30 s, or the last call could not connect to any of them. A failed lookup
-    leaves the cached addresses unchanged.
+    The first call of `connected` for a host waits for the host's lookup, at most until the deadline. Later
+    calls use the cached addresses without waiting. In two cases a call also starts a new lookup in the
+    background: if the cached addresses are older than 30 s, or if the last call could not connect to any of
+    them. A failed lookup leaves the cached addresses unchanged.
 
     Each host has at most one lookup in progress, on a daemon thread. The lookup may hang.
 

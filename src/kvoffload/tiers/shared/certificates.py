@@ -1,4 +1,4 @@
-"""Error messages for refused TLS certificates: the server's, and this client's. Knows no protocol."""
+"""Error messages for a refused TLS certificate, of the server or of this client. Knows no protocol."""
 
 from __future__ import annotations
 
