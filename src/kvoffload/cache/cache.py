@@ -1,4 +1,4 @@
-"""The cache of a process that owns its KV tensors: begins requests, flushes, closes."""
+"""The cache for a process that allocates its KV tensors itself. Begins requests, flushes, closes."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from kvoffload.errors import ConfigError
 
 KEY_BYTES = 32
 _FORMAT = 1
-"""Version of the keys and of the byte order in a slot. Increment it when keys or byte order change."""
+"""Version of the keys and of the order of the bytes in a slot. Increment it when one of them changes."""
 
 _LARGEST_TOKEN = 2**63 - 1
 

@@ -282,7 +282,7 @@ def _is_pair(given: object) -> bool:
 
 
 def _name_of_dtype(dtype: object) -> str:
-    """Return the plain name, such as ``bfloat16``, of a dtype of numpy or torch, or of a text."""
+    """Return the plain name, such as ``bfloat16``, of a dtype from numpy or torch, or of a text."""
     if isinstance(dtype, type) and issubclass(dtype, np.generic):
         return str(np.dtype(dtype).name)
     return str(dtype).removeprefix("torch.")

@@ -26,7 +26,7 @@ _MOST_SHOWN = 300
 
 
 class CutProcess:
-    """A cut in a separate process. Raises `OSError` if the process cannot be started."""
+    """Runs a cut in a separate process. Raises `OSError` if the process cannot be started."""
 
     def __init__(self, part: Path, beginning: Path) -> None:
         if not sys.executable:

@@ -1,4 +1,4 @@
-"""Rows that compare a server with a prediction, and their verdict."""
+"""Rows that compare a server with a prediction, and the verdict of the comparison."""
 
 from __future__ import annotations
 

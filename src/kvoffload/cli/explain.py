@@ -1,4 +1,4 @@
-"""``kvoffload explain``: the reasons of the missing blocks of a replay."""
+"""``kvoffload explain``: the reasons why blocks were missing in a replay."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvoffload.sweep.measuring import Work
 
 _FEWEST_TOKEN_BYTES = 1024
-"""Smallest plausible number of bytes of a token. A token of a 0.5B model in 16 bits has 12 KiB."""
+"""Smallest plausible number of KV bytes of a token. A token of a 0.5B model in 16 bits has 12 KiB."""
 
 PolicyName = Annotated[str, POLICIES]
 AdmissionName = Annotated[str, ADMISSIONS]

@@ -106,7 +106,7 @@ def writable(field: str, path: Path, mode: Literal["wb", "ab"] = "wb") -> Iterat
 
 
 class _OutputFile(io.FileIO):
-    """An unbuffered file whose failures are `ConfigError` with the option `field`."""
+    """An unbuffered file that raises its errors as `ConfigError` of the option `field`."""
 
     def __init__(self, field: str, path: Path, mode: Literal["wb", "ab"]) -> None:
         self._field, self._path = field, path

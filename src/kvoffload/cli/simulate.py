@@ -1,4 +1,4 @@
-"""``kvoffload simulate``: replay a trace on a machine in simulated time, for waits and GPU savings."""
+"""``kvoffload simulate``: replay a trace on a machine in simulated time; estimate waits and GPU savings."""
 
 from __future__ import annotations
 

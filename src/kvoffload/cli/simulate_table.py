@@ -24,7 +24,8 @@ _PROMPTS = (
     "as recorded; the last token is always computed",
     "end with their last full block, which is always computed",
 )
-"""Two notes on the lengths of prompts: for traces with exact lengths, and for traces of whole blocks."""
+"""Two notes on the lengths of prompts. The first is for traces with exact lengths, the second for traces that
+record only whole blocks."""
 
 
 def table(report: TimedReport) -> RenderableType:

@@ -182,8 +182,8 @@ def _words(statistics: TraceStatistics, best: list[dict[str, Any]], like: dict[s
 
 
 def _sessions(statistics: TraceStatistics) -> str:
-    """Describe how sessions were found. If they were inferred, say for which share of the requests this was
-    unambiguous.
+    """Describe how sessions were found. If they were inferred, also give the share
+    of the requests for which this was unambiguous.
     """
     if statistics.unambiguous_share is None:
         return "Sessions are named by the recording."
