@@ -25,9 +25,9 @@ class KVCache:
             ...                                         # compute the other tokens
             request.store_from(kv, block_ids)
 
-    Every load verifies the blocks. A damaged block is a miss. Blocks are written to the tiers in the
-    background. A later cache on the same disk finds the blocks of earlier caches. With shared RAM
-    (``ram="64GiB,shared=node"``) several processes load, store and evict the same blocks.
+    Every load verifies the checksums of its blocks, and a damaged block counts as a miss. Blocks are written
+    to the tiers in the background. A later cache on the same disk finds the blocks of earlier caches. With
+    shared RAM (``ram="64GiB,shared=node"``) several processes load, store and evict the same blocks.
 
     Thread: any; the cache's own thread makes all decisions. Use the cache as a context manager, or
     call `close`. Without `close` the process loses the blocks that no tier has written yet.

@@ -94,7 +94,7 @@ class Owner:
         return ended.result()
 
     async def run_async(self, job: Coroutine[Any, Any, T], limit: Limit) -> T:
-        """Run a job and return its result, in a coroutine of another event loop. Raises as `run`."""
+        """Run a job for a coroutine of another event loop; return the job's result. Raises as `run`."""
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[asyncio.Task[T]] = loop.create_future()
 
@@ -192,10 +192,10 @@ class _Ended(Generic[T]):
         self._wake.put(None)
 
     def claim(self) -> bool:
-        """Return True at the first call only.
+        """Return True to the first caller only.
 
-        The owner begins the job only if its call of `claim` returns True. An interrupted caller drops the job
-        only if its call returns True. So a job is either run or dropped.
+        The owner calls `claim` before it begins the job, and an interrupted caller before it drops the job.
+        Only the one that gets True goes on. So a job is either run or dropped.
         """
         return self._first_claim.acquire(blocking=False)
 

@@ -25,7 +25,8 @@ _CITIES = ["Oslo", "Lima", "Cairo", "Quito", "Delhi", "Seoul", "Turin", "Perth",
            "Porto"]  # fmt: skip
 _CHARACTERS_PER_TOKEN = 4
 _FAMILY_SHARE = 3
-"""Number of prompts in a family: prompts with a common beginning, or the turns of one conversation."""
+"""Number of prompts in a family. A family has a common beginning, or consists of the turns of one
+conversation."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ def filler(rng: random.Random, length: int, like: Prompt) -> Prompt:
 def read_prompts(path: Path) -> list[Prompt]:
     """Read prompts: JSON lines with ``prompt`` (text or token ids) and, optionally, ``family``.
 
-    Raises: `ConfigError` that names the line.
+    Raises: `ConfigError` for an invalid line. The error names the line.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")

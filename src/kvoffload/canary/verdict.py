@@ -75,10 +75,11 @@ def judge(noise: Sequence[float], measured: Sequence[float], *, rounds_alike: bo
 
 
 def _confidence(noise: Sequence[float], measured: Sequence[float]) -> float:
-    """Return 1 minus the p-value of an exact permutation test; 0 if k is 0 or `noise` is empty.
+    """Return 1 minus the p-value of an exact permutation test.
 
     Let k values of `measured` exceed every value of `noise`. The p-value is the probability that the k
-    largest values are all in `measured` if the values of both lists are mixed at random.
+    largest values are all in `measured` if the values of both lists are mixed at random. Returns 0 if k is 0
+    or `noise` is empty.
     """
     loudest = max(noise, default=0.0)
     above = sum(size > loudest for size in measured)

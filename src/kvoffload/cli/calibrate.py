@@ -70,9 +70,9 @@ class CalibrateOptions:
 def command(options: CalibrateOptions) -> None:
     """Measure this machine: memory, GPU copies, a disk, and the speed of a server with prompts.
 
-    Run this command on an idle machine. To measure a disk, give --disk; to measure a server, give --url. The
-    other quantities stay unknown, unless you give --rest-from. With --url, the API key is read from
-    OPENAI_API_KEY.
+    Run this command on an idle machine. To measure a disk, give --disk; to measure a server, give --url.
+    Quantities that are not measured stay unknown, unless you give --rest-from. With --url, the API key is
+    read from OPENAI_API_KEY.
     """
     out = options.out
     machine = calibrate(options.calibration(), lambda line: _report(line, options.quiet))

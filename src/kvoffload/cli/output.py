@@ -95,9 +95,10 @@ def check_output(field: str, path: Path, *, force: bool) -> None:
 
 @contextlib.contextmanager
 def writable(field: str, path: Path, mode: Literal["wb", "ab"] = "wb") -> Iterator[BinaryIO]:
-    """Open the output file of option `field`.
+    """Yield the output file of option `field`, open for writing.
 
-    Raises `ConfigError` if this file cannot be opened, written (for example on a full disk) or closed.
+    Raises `ConfigError` if the file cannot be opened, or if a later write (for example on a full disk) or the
+    close fails.
     """
     with written(field, path):
         raw = _OutputFile(field, path, mode)
