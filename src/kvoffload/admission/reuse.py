@@ -1,4 +1,4 @@
-"""Reuse-gated admission: a block is admitted once N requests have referred to it."""
+"""Reuse-gated admission: a block is admitted from its Nth request on."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ MOST_COUNTED = 2**31 - 1
 
 
 class ReuseAdmission(Admission):
-    """Admits a block once N requests have referred to it.
+    """Admits a block from its Nth request on.
 
-    N is `store_threshold`. The request that stores the block counts as one of the N.
+    N is `store_threshold`. The request that stores the block counts, too.
 
-    The rule keeps counts for the `max_tracker_size` most recently referenced keys. Within a request, the last
-    key of the path is forgotten first and the first key last. So a parent is never forgotten before its
-    child, and the parent of an admitted block is always admitted.
+    The rule keeps counts for the `max_tracker_size` most recently referenced keys. Of one request's keys, the
+    rule forgets the last key first. So a parent is never forgotten before its child, and the parent of an
+    admitted block is always admitted.
 
     Cost: one index probe and a few writes per key. Memory: 32 bytes plus the key for each tracked key.
     """

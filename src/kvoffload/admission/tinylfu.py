@@ -20,10 +20,11 @@ class TinyLFUAdmission(Admission):
     The request that stores the block counts as one of the two. "Recently" means within about the last ``10 *
     capacity_blocks`` references, because the sketch regularly halves its counts.
 
-    The first `capacity_blocks` offered blocks are admitted without a check, because they need no victim.
+    The first `capacity_blocks` offered blocks are admitted without a check, because they fill free slots and
+    evict no block.
 
-    A hash collision can only admit a block too early. `admit` may accept a block and refuse its parent, but
-    `leading` then leaves out the block, too.
+    If keys collide in the sketch, a block can be admitted too early, but never too late. So `admit` may
+    accept a block and refuse its parent. `leading` does not count this block.
 
     Cost: one CPU cache miss per key. Memory: 64 bits per block of the cache, and no keys.
 

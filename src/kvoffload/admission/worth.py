@@ -15,18 +15,21 @@ from kvoffload.structures.keylists import KeyLists
 from kvoffload.structures.keys import Keys
 
 MOST_COUNTED = 16
-"""Largest number of requests for a block that the rule distinguishes. More requests count as this number."""
+"""Largest number of requests that the rule distinguishes. A block with more requests counts as a block with
+this number of requests."""
 _PRICED_EVERY = 2_000
-"""References between two calculations of the price."""
+"""Number of references after which the rule calculates the price again."""
 _MEMORY, _PACE_MEMORY = 0.998, 0.98
-"""Factors by which each calculation of the price multiplies the older counts. With `_MEMORY` the counts of
-uses decay to 1/e within a million references. With `_PACE_MEMORY` the counts of offered blocks and of the
-earned budget decay to 1/e within a hundred thousand references."""
+"""Decay factors: each calculation of the price multiplies older counts by one of them, so that old references
+lose weight. `_MEMORY` applies to the counts of requests, which decay to 1/e within a million references.
+`_PACE_MEMORY` applies to the counts of offered blocks and to the earned budget, which decay to 1/e within
+a hundred thousand references."""
 WARM_UP = 5_000
-"""Number of references before the first admission. After fewer references, prices would waste the budget."""
+"""Number of references before the first admission. A price from fewer references would be too inaccurate, and
+would waste the budget."""
 _DOUBT = 2.0
-"""Number of unused fictitious blocks that are added to the blocks observed with 1 request, with 2 requests,
-and so on. They keep the expected uses low while few blocks are observed."""
+"""Number of fictitious blocks without a further request that are added to the observed blocks with 1 request,
+with 2 requests, and so on. They keep the expected uses low while the rule has observed only few blocks."""
 _RESERVE = 0.1
 """Share of the recently earned budget that is reserved for blocks above the price."""
 
@@ -34,16 +37,19 @@ _RESERVE = 0.1
 class WorthAdmission(Admission):
     """Admits the blocks with the most expected uses that the tier's write budget can pay.
 
-    For blocks with 1, 2, 3, ... requests so far, the rule learns the *expected uses*: the mean number of
-    further requests that no tier in front can serve. The *price* is a threshold of expected uses. The rule
-    computes the price from the recently offered blocks and the recently earned budget:
+    The rule learns how useful a block with 1, 2, 3, ... requests so far will be. The *expected uses* of the
+    block are the mean number of its further requests that no faster tier can serve.
+
+    The *price* is a threshold: blocks with fewer expected uses do not enter. The rule sets the price as low
+    as the budget allows: the recently offered blocks above the price must fit into the recently earned
+    budget.
 
     - Blocks above the price enter while any budget is left. The budget can pay for all of them.
     - Blocks exactly at the price enter while the remaining budget exceeds a reserve. The budget can pay for
       only some of them.
 
-    More requests never reduce the expected uses, and a parent has at least as many requests as its child. So
-    the parent of an admitted block is admitted.
+    A block with more requests has at least the same expected uses, and a parent has at least as many requests
+    as its child. So the parent of an admitted block is admitted.
 
     Without a write budget every block is admitted. With a budget, no block is admitted during `warm_up`.
 
@@ -81,8 +87,8 @@ class WorthAdmission(Admission):
         self._references = self._price_at = 0
         self._has_budget = False
         self._least = self._full_price = 1
-        """Number of requests that a block needs to enter. `_least` applies while the remaining budget exceeds
-        the reserve, `_full_price` at other times."""
+        """Numbers of requests that a block needs to enter. `_least` applies while the remaining budget
+        exceeds the reserve (`_RESERVE`). Below the reserve `_full_price` applies."""
 
     @classmethod
     def for_cache(cls, key_bytes: int, capacity_blocks: int) -> WorthAdmission:
@@ -162,7 +168,9 @@ class WorthAdmission(Admission):
         self._earned *= _PACE_MEMORY
 
     def _look_up(self, keys: Keys) -> tuple[I32Array, BoolArray]:
-        """Return the number of requests for each block, and a mask of blocks that no tier in front has."""
+        """Return the number of requests for each block, and a mask that is True for blocks that no faster
+        tier has.
+        """
         places = self._places(keys)
         counts = np.where(places != ABSENT, self._counts[places], np.int32(0))
         # `missed` set the mark before this use was counted.

@@ -1,7 +1,7 @@
 """The jobs of requests: load a prefix, store blocks, finish, flush, close.
 
-Jobs are coroutines on the thread that owns the manager. They execute the manager's plans and wait for tiers.
-Other threads copy and verify the bytes.
+Jobs are coroutines on the thread that owns the manager. A job asks the manager for a plan, such as the slots
+to load, and waits for tiers. Other threads copy and verify the bytes.
 """
 
 from __future__ import annotations
@@ -43,15 +43,16 @@ _COPY_THREADS = 2
 _UPDATE_PAUSE_S = 0.1
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.005
 _LONGEST_DRAIN_PAUSE_S = 0.1
-"""Longest pause of a reset between two calls of `drain`. Each call also retries the tiers that failed to
-forget their blocks."""
+"""Longest pause between two calls of the manager's `drain`, while a reset waits for the tiers. Each call also
+repeats the reset of the tiers that failed to forget their blocks."""
 
 
 class CacheStats(NamedTuple):
     """Counters of a `KVCache`.
 
     Attributes:
-        hit_tokens: loaded tokens by source: ``ram`` and the name of each tier.
+        hit_tokens: number of loaded tokens for each source. The sources are ``ram`` and the names of the
+            tiers.
         ram: counters of RAM. If RAM is shared, each counter is the sum over all processes.
         tiers: counters of each tier, by name.
     """
@@ -68,7 +69,7 @@ class Observer(Protocol):
         """Add `number` to `metric`, a metric that the manager does not count."""
 
     def update(self) -> None:
-        """Copy the current counters of the manager."""
+        """Read the current counters of the manager."""
 
 
 class Work:
@@ -89,10 +90,10 @@ class Jobs:
     """The jobs of one cache.
 
     Args:
-        manager: the manager of RAM and tiers. From now on only the thread of the coroutines may use it.
+        manager: the manager of RAM and tiers. After `__init__` only the owner's thread may use the manager.
         ram: the memory of RAM's slots.
         block_tokens: tokens of a block, for the counters.
-        close_ram: function that `close` calls at its end. None: `close` closes `ram`.
+        close_ram: function that `close` calls last, to close RAM. If it is None, `close` calls `ram.close`.
 
     Attributes:
         manager: the manager, for the owner's thread only.
@@ -163,7 +164,9 @@ class Jobs:
             return present
 
     async def store(self, work: Work, keys: Keys, parts: Parts, ids: BlockIds) -> int:
-        """Store the missing blocks of `keys` in RAM, from the engine's blocks `ids`. Returns their number.
+        """Copy the blocks of `keys` that RAM lacks from the engine's blocks `ids` into RAM.
+
+        Returns the number of stored blocks.
 
         A request that began before a reset stores nothing, because its KV may come from the old weights.
         """
@@ -269,7 +272,9 @@ class Jobs:
         return work.ctx
 
     async def _num_ready(self, keys: Keys, ctx: RequestContext, limit: Limit) -> int:
-        """Return the number of leading blocks that are ready. Waits for tiers and for stores in flight."""
+        """Return the number of leading blocks that are ready in RAM. Waits for loads from tiers and for
+        stores in flight.
+        """
         pause_s = _SHORTEST_PAUSE_S
         while True:
             self.manager.poll()

@@ -57,7 +57,8 @@ def open(
         policy, admission: policy and admission rule of RAM, as for `OffloadingManager`.
         deadline_s: longest time that a load waits for tiers. Upper limit of a load's `timeout_s`.
         recompute_tokens_per_s: number of prompt tokens that the engine computes in a second. Blocks are read
-            from a tier only if the read is faster than computing them. None: tiers are always read.
+            from a tier only if the read is faster than computing them. With None, cached blocks are always
+            read.
 
     Raises:
         ConfigError: all problems at once.

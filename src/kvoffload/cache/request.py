@@ -1,6 +1,7 @@
 """A single inference request: load its prefix, extend it, store its blocks.
 
-Checks arguments in the caller's thread and starts jobs. The jobs decide and copy.
+Checks arguments in the caller's thread and starts jobs. The jobs decide what to load or store, and copy the
+bytes.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from kvoffload.structures.keys import Keys
 class KVRequest:
     """A single inference request, from `KVCache.request`.
 
-    Only whole blocks are loaded and stored. Methods whose names end in ``_async`` are for `asyncio`. A
-    cancelled call still waits for the end of its running copy.
+    Only whole blocks are loaded and stored. Methods whose names end in ``_async`` are for `asyncio`. If an
+    ``_async`` call is cancelled while it copies, the call returns only after the copy has ended.
 
     Use the request as a context manager. On exit the request reports to the policies which blocks it used; it
     stores nothing. Call `store_from` to store blocks. Thread: one at a time.
@@ -58,18 +59,19 @@ class KVRequest:
         present: int = 0,
         timeout_s: float | None = None,
     ) -> int:
-        """Load the longest known prefix into the engine's tensors; return the number of tokens present.
+        """Load the longest cached prefix into the engine's tensors; return how many leading tokens the engine
+        need not compute.
 
         If the request has token ids, returns at most `num_tokens - 1`, because the engine must compute the
         last token for its logits. A full last block is loaded completely nevertheless.
 
         Args:
-            kv: the tensors of `KVLayout`.
+            kv: the engine's tensors, in the layout of the cache (`KVLayout`).
             block_ids: the engine's blocks for the request, in order.
             row, start: for tensors with the axis ``batch`` instead of ``block``: the row of the sequence, and
                 the position of its first token.
-            present: number of leading tokens that the tensors already hold. They count in the result, and
-                their full blocks are not loaded.
+            present: number of leading tokens that the tensors already hold. The result includes these tokens,
+                and their full blocks are not loaded.
             timeout_s: longest wait for tiers, in seconds. Default and maximum: the cache's `deadline_s`.
 
         Raises: `ConfigError` for tensors or blocks that do not fit the layout, before any byte moves.
@@ -87,15 +89,16 @@ class KVRequest:
         present: int = 0,
         timeout_s: float | None = None,
     ) -> int:
-        """Load the longest known prefix, as `load_into`."""
+        """Load the longest cached prefix, as `load_into`."""
         job, limit = self._loading(kv, Place(block_ids, row, start), present, timeout_s)
         return self._usable(await self._owner.run_async(job, limit), present)
 
     def extend(self, token_ids: Tokens) -> None:
         """Append generated tokens. If the request was created with `keys`, append further keys instead.
 
-        The policies learn of the appended blocks at the next `store_from` or `load_into`. After the first
-        load or store, `finish` does not report blocks that were appended since the last load or store.
+        The policies learn of the appended blocks at the next `store_from` or `load_into`. If there is no such
+        call, `finish` does not report the appended blocks. Exception: `finish` reports all blocks of a
+        request that has neither loaded nor stored.
         """
         before = self._chain.num_tokens
         self._chain.extend(token_ids)
@@ -185,7 +188,7 @@ class KVRequest:
     def _loading(
         self, kv: KVTensors, place: Place, present: int, timeout_s: float | None
     ) -> tuple[Coroutine[Any, Any, int], Limit]:
-        """Check the arguments of a load; return its job and limit."""
+        """Check the arguments of a load; return the job and its time limit."""
         present = self._checked_tokens("present", present)
         parts, ids = place.in_tensors(kv, self._layout, self._jobs.pins, writeable=True)
         limit = Limit(self._deadline_s if timeout_s is None else self._checked_timeout(timeout_s))
@@ -193,7 +196,7 @@ class KVRequest:
         return self._jobs.load(self._work, self._keys(len(ids)), first, parts, ids, limit), limit
 
     def _storing(self, kv: KVTensors, place: Place, num_tokens: int | None) -> Coroutine[Any, Any, int]:
-        """Check the arguments of a store; return its job."""
+        """Check the arguments of a store; return the job."""
         computed = self._num_computed if num_tokens is None else num_tokens
         computed = self._checked_tokens("num_tokens", computed)
         parts, ids = place.in_tensors(kv, self._layout, self._jobs.pins)
@@ -201,7 +204,9 @@ class KVRequest:
         return self._jobs.store(self._work, self._keys(count), parts, ids)
 
     def _checked_tokens(self, field: str, value: object) -> int:
-        """Return a number of tokens of the request. Raises `ConfigError`."""
+        """Return `value` as a number of the request's tokens. Raises `ConfigError` unless it is from 0 to
+        `num_tokens`.
+        """
         return check_integer(field, value, self.num_tokens, 0, "the tokens of the request")
 
     def _checked_timeout(self, timeout_s: object) -> float:

@@ -1,4 +1,4 @@
-"""Measures a disk with the real disk tier: with checksums, journal and syncs."""
+"""Measures a disk through the real disk tier, so that the times include checksums, journal and syncs."""
 
 from __future__ import annotations
 
@@ -110,7 +110,9 @@ def _new_keys(repeat: int, count: int) -> Keys:
 
 @contextlib.contextmanager
 def _temporary_directory(directory: Path) -> Iterator[Path]:
-    """Yield a path below `directory` at which the caller can create a directory. Delete it at the end."""
+    """Yield a path below `directory` at which the caller can create a directory. Delete the created directory
+    at the end.
+    """
     try:
         temporary = Path(tempfile.mkdtemp(prefix="kvoffload-calibrate-", dir=directory))
     except OSError as error:

@@ -44,7 +44,9 @@ class Difference:
 def result_of(
     call: Call, words: list[int], manager: OffloadingManager, plan: LoadPlan | StorePlan | None
 ) -> dict[str, Any]:
-    """Convert the words of a result to named values. `plan`: the plan of the replayed call, if any."""
+    """Convert the words of a result to named values. `plan` is the plan that the replayed call returned, if
+    any.
+    """
     if call is Call.LOOKUP and words:
         is_pending, ready = words[0] < 0, max(words[0], ~words[0])
         return {"num_ready": ready, "stopped_by_pending": is_pending}
@@ -68,7 +70,7 @@ def result_of(
 
 
 def _evicted(manager: OffloadingManager, slots: list[int], plan: LoadPlan | StorePlan | None) -> list[str]:
-    """Return the keys of the blocks that were in these slots before the call, in hexadecimal."""
+    """Return, in hexadecimal, the keys of the blocks that were in these slots before the call."""
     evicted: dict[int, bytes] = {}
     if isinstance(plan, StorePlan) and plan.num_evicted:
         evicted = dict(zip(plan.slots[-plan.num_evicted :].tolist(), plan.evicted, strict=True))

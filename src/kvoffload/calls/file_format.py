@@ -55,8 +55,8 @@ class Header(msgspec.Struct, frozen=True):
             the policy or the admission rule comes from another package, because it may read keys.
         key_bytes: length of the engine's keys in bytes.
         policy, admission, store: as for `OffloadingManager`.
-        refuses_unasked: as in `OffloadingManager`. False for a manager with tiers behind RAM, because the
-            tiers would not get the blocks that RAM refuses.
+        refuses_unasked: as in `OffloadingManager`. False for RAM with tiers behind it, because the tiers
+            would not get the blocks that RAM refuses.
         part: number of this file in its recording, from 1.
         has_state: True if a state follows the header: the manager's state at the beginning of the part.
     """
@@ -114,7 +114,7 @@ def is_recording(path: Path) -> bool:
 
 
 def header_of(manager: OffloadingManager, policy: object, admission: object) -> Header:
-    """Return the header for a manager. `policy`, `admission`: the arguments of the manager's constructor."""
+    """Return the header for a manager that was created with these arguments `policy` and `admission`."""
     used = [manager.policy, *([manager.admission] if manager.admission is not None else [])]
     return Header(
         kvoffload=__version__,
@@ -136,7 +136,7 @@ def is_ours(rule: object) -> bool:
 def text_of(registry: Registry[Any], given: object) -> str:
     """Return a text from which `registry` can create the policy or admission rule `given`.
 
-    None gives ``all``.
+    If `given` is None, which means no admission rule, the text is ``all``.
     """
     if isinstance(given, str):
         return given

@@ -32,7 +32,7 @@ Create: TypeAlias = Callable[[Path], IO[bytes]]
 
 
 class Cut(Protocol):
-    """A running replay of a part, which writes the beginning of the next part to a file."""
+    """A running replay of a part. At its end it writes the beginning of the next part to a file."""
 
     def poll(self) -> str | None:
         """Return None while the cut runs, an empty text after success, or the reason of a failure."""
@@ -116,9 +116,9 @@ class Parts:
         self._needs_part_before = self._rotates = False
 
     def describe(self, header: Callable[[], Header]) -> None:
-        """Set the function that returns the description of the manager.
+        """Set the function that returns the file header, which describes the recorded manager.
 
-        Call this method before the first `write_calls`.
+        Call this method before the first `write_calls`, because the header comes first in the file.
         """
         self._describe = header
 

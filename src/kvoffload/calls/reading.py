@@ -6,8 +6,9 @@ A record consists of 32-bit words. `core.log` defines its layout. The last words
 - `LOOKUP`: the number `n` of ready blocks, or ``-1 - n`` if the block after the ready blocks is in flight.
 - `PREPARE_LOAD`, `PIN`: the slots of the blocks, or only ``-1 - n`` if block `n` was not ready.
 - `PREPARE_STORE`: five counts (stored blocks, missing blocks, dropped blocks, refused blocks, used free
-  slots), then the slots of the stored blocks, then the rows of the missing blocks as runs. If there was no
-  room (the call returned ``None``): only -1. If the policy named a wrong victim: one number, -2 or less.
+  slots), then the slots of the stored blocks, then runs of the missing blocks' rows (positions in the call's
+  batch of keys). If there was no room (the call returned ``None``): only -1. If the policy named a wrong
+  victim: one number, -2 or less.
 - `COMPLETE_LOAD`, `UNPIN`, `COMPLETE_STORE`: 1 for success, 0 for a failed store. If the call completes only
   a part of a plan: 3 instead of 1 and 2 instead of 0, then the slots of the part.
 - `KEEP`, `DISCARD`: the number that the call returned.
@@ -61,7 +62,7 @@ class DamagedError(ValueError):
 
 
 def read_records(reader: FrameReader) -> Iterator[Record]:
-    """Yield the records of a file, in order. Raises `DamagedError`."""
+    """Yield the records of a file, in order. Raises `DamagedError` if a frame has invalid words."""
     key_words, number = reader.header.key_words, 1
     unread = np.empty(0, np.int32)
     for frame, time_ns in reader.frames():
@@ -103,6 +104,6 @@ def _record(words: I32Array, at: int, key_words: int, number: int, time_ns: int)
 
 
 def _keys(words: I32Array, key_words: int) -> U64Matrix:
-    """Return packed keys: the recorded keys, or keys of 8 bytes with the recorded hashes."""
+    """Return packed keys. If the file records only hashes, each hash becomes a key of 8 bytes."""
     values = words.copy().view(np.uint64)
     return words_with_hash(values) if key_words == 0 else values.reshape(-1, key_words)

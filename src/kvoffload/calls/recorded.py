@@ -57,7 +57,7 @@ class RecordedManager(OffloadingManager):
     Attributes:
         recorder: the recording. `recorder.ended` is None while calls are recorded.
 
-    Thread: as `OffloadingManager`; no call waits for the file. Cost: bench/call_recording.py.
+    Thread: as `OffloadingManager`; no call waits for the file. bench/call_recording.py measures the cost.
     """
 
     def __init__(

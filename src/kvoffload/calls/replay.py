@@ -172,7 +172,7 @@ class CallReplay:
     def run(self, progress: Callable[[float], None] = lambda done: None) -> Outcome:
         """Replay all calls, or the calls up to the first difference.
 
-        Reports the number of bytes read to `progress`.
+        `progress` receives the number of bytes that have been read.
         """
         outcome = Outcome(self._reader.header)
         if outcome.header.kvoffload != __version__:
@@ -275,7 +275,9 @@ class CallReplay:
         return self._difference(record, request, keys, _Results(raised, expected, error, result))
 
     def _note(self, record: Record, request: _Request, keys: Keys) -> None:
-        """Remember the call, for the report of a later difference. Forget the request if it has finished."""
+        """Remember the call as one of the request's latest calls, which a later difference shows. Forget a
+        finished request.
+        """
         request.calls.append(f"{record.number} {record.call.name.lower()}, {len(keys)} blocks")
         if record.call is Call.FINISH:
             del self._requests[record.subject]
@@ -309,10 +311,11 @@ class CallReplay:
             request.words = np.concatenate([request.words, record.new_keys])
 
     def _request(self, record: Record) -> _Request:
-        """Return the request of a record, after the record's new keys were appended to its path.
+        """Return the request to which a record belongs, after appending the record's new keys to the
+        request's path.
 
-        Three kinds of records give a new request: the first record of a request, a record without a request,
-        and the end of a plan.
+        The first record of a request begins the request. Records that end a plan and records without a
+        request get a new request of their own.
         """
         if record.call in _ENDS:
             return _Request(self.manager.begin_request(""), record.new_keys)
@@ -373,7 +376,9 @@ class CallReplay:
 
 
 class _Results(NamedTuple):
-    """A call's recorded exception and result (`raised`, `expected`), and the replay's (`error`, `result`)."""
+    """Exceptions and results of one call: `raised` and `expected` in the recording, `error` and `result` in
+    the replay.
+    """
 
     raised: str
     expected: list[int]

@@ -1,8 +1,8 @@
-"""The encoded state of a replay. A part of a recording begins with it.
+"""The encoded state of a replay. Each later part of a recording begins with the state.
 
-Owns the encoding: a pickle (protocol 5), compressed with zstd. The reader accepts only classes that hold a
-manager's state, so a file cannot make it import other code. Slot numbers are not checked, although kernels
-trust them. So replay only recordings from a source that you trust.
+Owns the encoding, a pickle (protocol 5) that is compressed with zstd. The reader accepts only classes that
+hold a manager's state. So a malicious file cannot import other code. But the reader does not check slot
+numbers, although the kernels trust them. So replay only recordings from a source that you trust.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def encode(state: dict[str, Any]) -> bytes:
 
 
 def decode(data: bytes) -> dict[str, Any]:
-    """Decode the state of a replay. Raises `StateError`."""
+    """Decode the state of a replay. Raises `StateError` if `data` is not a state of this version."""
     try:
         state = _Unpickler(io.BytesIO(zstandard.ZstdDecompressor().decompress(data))).load()
     except Exception as error:  # a pickle of another version can fail anywhere

@@ -56,7 +56,8 @@ def _first_columns(table: Table, count: int) -> Table:
 def _worth_a_line(answer: PlanAnswer) -> list[PlanRow]:
     """Return the rows to show: the frontier, the recommended row, and some infeasible rows.
 
-    An infeasible row is shown if it saves more than every row that is shown before it.
+    The frontier consists of the rows that save more than every cheaper row. An infeasible row is shown if it
+    saves more than every row that is shown before it.
     """
     shown: list[PlanRow] = []
     most_infeasible = 0.0

@@ -50,16 +50,16 @@ class Admission(ABC):
         """
 
     def missed(self, keys: Keys) -> None:  # noqa: B027  (most rules count all uses alike)
-        """Record that a request needs these blocks and that no tier in front has them.
+        """Record that a request needs these blocks and that no faster tier has them.
 
         Called before `count`, possibly more than once for a block. Called only for rules of tiers behind RAM.
         """
 
     def refresh(self, keys: Keys) -> None:  # noqa: B027  (most rules have nothing to order)
-        """Reorder the remembered keys of a finished request: the head of the path becomes the most recent.
+        """Make the head of a finished request's path the most recent of the remembered keys.
 
-        Called only if the path `keys` was passed to `count` in several parts. A rule that forgets old keys
-        would then forget the head of the path first, although a tail is useless without its head.
+        Called only if the path `keys` was passed to `count` in several parts. Then a rule that forgets old
+        keys would forget the head of the path first, although the tail of a path is useless without its head.
         """
 
     @abstractmethod

@@ -1,8 +1,9 @@
-"""The duplicates of a victim tier: resident blocks that the device also holds. Their slots are reused first.
+"""The list of duplicates. In a victim tier, a *duplicate* is a resident block that the device also holds. New
+blocks take the slots of duplicates first.
 
-Owns a list of the slots of duplicates. The newest duplicate is at the head and is evicted first: RAM needs a
-duplicate only when the device has dropped the block, and the device will drop the newest block last. Does not
-know policies: a policy does not order a duplicate until the device drops the block.
+The newest duplicate is at the head of the list and is evicted first. The reason: RAM needs a duplicate only
+when the device has dropped the block, and the device will drop the newest block last. Does not know policies:
+a policy does not order a duplicate until the device drops the block.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def reuse_duplicates(cache: Cache, path: Path, new: Entering) -> None:
 
 @inline
 def keep_duplicate(cache: Cache, slot: int, kept: Entering) -> None:
-    """Remove a block from the duplicates and add it to `kept`, because the device drops it.
+    """Remove a block from the duplicates and add it to `kept`, because the device drops the block.
 
     The caller returns the blocks of `kept` to the policy's order.
     """

@@ -35,7 +35,7 @@ def most_expected(capacity_blocks: int) -> int:
 class Expected(Struct):
     """Expected keys with the number of waiting requests that expect each key.
 
-    Their blocks need not be resident.
+    The blocks of these keys need not be resident.
 
     Args:
         num_keys: maximum number of keys. If the keys of a request do not fit, only the head of its path is
@@ -96,15 +96,16 @@ def _withdraw(expected: Expected, path: Path) -> None:
 
 
 class Queue:
-    """The waiting requests in order of arrival. The keys of earlier requests enter `Expected` first.
+    """The waiting requests in order of arrival. If `Expected` has too little room, the keys of earlier
+    requests come first.
 
     Memory: none until the first request waits, because most managers have no queue.
 
     Args:
         make: creates the `Expected` of the cache, when the first request waits.
         on_expected: called with a waiting request after each attempt to add more of its keys to `Expected`.
-        share: function that returns the largest number of expected keys of this process. None: the only limit
-            is the room in `Expected`.
+        share: function that returns how many keys this queue may expect in all. Without it, the room in
+            `Expected` is the only limit.
     """
 
     def __init__(

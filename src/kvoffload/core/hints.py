@@ -1,6 +1,7 @@
 """Hints: labels that an engine gives a request, such as tenant or priority. A policy may learn from them.
 
-Owns the fields and the numbers of hints. Does not know how useful a hint is: a policy measures that.
+Owns the fields of hints, and the numbers that stand for hints in kernels. Does not know how useful a hint is:
+a policy measures that.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ NO_HINTS = Hints()
 
 
 class Labels:
-    """Assigns numbers to the hints of requests. Number 0 stands for no hints, or for hints without a number.
+    """Assigns numbers to the hints of requests. Number 0 stands for no hints, and for hints for which no
+    number is left.
 
     Numbers are assigned in order of appearance. There are at most `NUM_LABELS`, because a policy learns each
     number separately. A number below `NUM_COARSE` stands for a combination of `finish_reason` and
@@ -74,7 +76,7 @@ class Labels:
         self._known: dict[Hints, int] = {NO_HINTS: 0}
 
     def number(self, hints: Hints) -> int:
-        """Return the number of these hints, 0 to ``NUM_LABELS - 1``. Cost: a dictionary lookup."""
+        """Return the number that stands for these hints, below `NUM_LABELS`. Cost: a dictionary lookup."""
         number = self._known.get(hints)
         if number is None:
             number = self._number(hints)
@@ -95,7 +97,7 @@ class Labels:
         return number
 
     def _assign(self, label: tuple[object, ...], first: int, stop: int) -> int:
-        """Return the number of a label.
+        """Return the number that stands for a label.
 
         A new label gets the next free number from `first` to ``stop - 1``, or 0 if no number is free.
         """

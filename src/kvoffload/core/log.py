@@ -23,7 +23,8 @@ class Call(IntEnum):
     """
 
     EXTEND = 1
-    """Records new keys of the path after single lookups or `contains`."""
+    """Records the new keys of a request's path after a call that has no record of its own: `lookup_key`,
+    `contains` or `count_misses`."""
     EXPECT = 2
     WITHDRAW = 3
     LOOKUP = 4
@@ -41,9 +42,10 @@ class Call(IntEnum):
     DISCARD = 15
     RESET = 16
     SET_HINTS = 17
-    """The number of the request's hints, set when the request begins or ends."""
+    """The number that stands for the request's hints. Recorded when the hints are set: when the request
+    begins or ends."""
     HINTS = 18
-    """The text of the hints with this number."""
+    """The text of hints, and the number that stands for them in later records."""
     DAMAGED = 19
     """The damaged rows of the following `COMPLETE_LOAD` or `UNPIN`."""
     RAISED = 20
@@ -71,10 +73,10 @@ ADMITTED, FAILED = 1 << KIND_BITS, 2 << KIND_BITS
 call raised an exception before its kernel recorded a result. Such a call has only extended the path."""
 
 KIND, SUBJECT, NUM_NEW, NUM_RUNS, NUM_MORE, HEADER = 0, 1, 2, 3, 4, 5
-"""Words of a record's header, which has `HEADER` words. `KIND`: kind and flags. `SUBJECT`: number of the
-request or, if the call ends a plan, of the plan; otherwise 0. `NUM_NEW`: number of new keys of the path.
-`NUM_RUNS`: number of runs. `NUM_MORE`: number of words after the runs. The keys follow the header. The start
-and length of each run follow the keys. The other words come last."""
+"""Positions of the words of a record's header, which has `HEADER` words. `KIND`: kind and flags. `SUBJECT`:
+number of the request or, if the call ends a plan, of the plan; otherwise 0. `NUM_NEW`: number of new keys
+of the path. `NUM_RUNS`: number of runs. `NUM_MORE`: number of words after the runs. After the header come
+the new keys, then the start and length of each run, then the other words."""
 
 STORE_NUMBERS = 5
 """Number of words before the slots in the record of a store. The words are the numbers of stored, missing,
@@ -97,7 +99,7 @@ class Log(Struct):
         head, tail: `head` is the number of words written since the log began, `tail` the number of words
             read.
         is_open: 1 while calls are recorded. If there is no room for a record, the log closes, because later
-            records would be useless.
+            records would be useless without this record.
         num_requests, num_plans, num_calls: number of requests, plans and calls recorded so far.
         key_words: number of 64-bit words written for each key; 0 to write only the key's hash.
     """
@@ -144,7 +146,7 @@ def _put_u64(log: Log, at: int, value: np.uint64) -> int:
 def _put_new_keys(log: Log, path: Path, at: int) -> int:
     """Write the keys that joined the path since the request's last record, from word `at` on.
 
-    Returns the next word.
+    Returns the position after the last word.
     """
     for position in range(path.recorded, path.length):
         if log.key_words == 0:
@@ -159,7 +161,7 @@ def _put_new_keys(log: Log, path: Path, at: int) -> int:
 def put_runs(log: Log, rows: I32Array, count: int, at: int) -> int:
     """Write ascending numbers as runs: start and length of each run, from word `at` on.
 
-    Returns the next word.
+    Returns the position after the last word.
     """
     start = 0
     for row in range(1, count + 1):
@@ -221,7 +223,9 @@ def put_number(log: Log, path: Path, kind: int, count: int, number: int) -> None
 
 @inline
 def put_slots(log: Log, slots: I32Array, count: int, at: int) -> int:
-    """Write the first `count` entries of `slots` to the log, from word `at` on. Returns the next word."""
+    """Write the first `count` entries of `slots` to the log, from word `at` on. Returns the position after
+    the last word.
+    """
     for row in range(count):
         put_word(log, at + row, slots[row])
     return at + count

@@ -93,7 +93,7 @@ class OffloadingManager:
         store_mode: the object of the argument `store`; it calls policies and admission rules in Python.
         queue: the waiting requests.
         policy_may_refuse: True if the policy may refuse new blocks.
-        refuses_unasked: True if policies are allowed to refuse blocks without a `write_cost` from the user.
+        refuses_unasked: True if a policy may refuse blocks even if the user has not set its `write_cost`.
         miss_counts: number of blocks that `count_misses` has counted, by code of `miss_record`.
 
     Raises:
@@ -217,8 +217,8 @@ class OffloadingManager:
     ) -> None:
         """End a request and report the use of its whole path to the policy. Transfers may still be in flight.
 
-        Blocks that the request has already touched or stored are not counted again, but only moved into the
-        order of the path.
+        Blocks that the request has already touched or stored are not counted again, but only reordered: a
+        policy that orders by recency makes the first block of the path the most recent.
 
         Args:
             ctx: the request.
@@ -243,7 +243,9 @@ class OffloadingManager:
         ctx.finished = True
 
     def touch(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> None:
-        """Report the use of a request's whole prefix to the policy now, whichever tier served the blocks.
+        """Report the use of a request's whole prefix to the policy now, not only in `finish_request`.
+
+        `keys` includes blocks that another tier or the device has served.
 
         The admission rule also counts absent blocks. A second touch of a block by the same request changes
         nothing. If `ctx` is None, every call counts as a separate access.
@@ -333,7 +335,7 @@ class OffloadingManager:
 
     @property
     def miss_record(self) -> MissRecord:
-        """The last events of absent blocks. Empty without `explain_misses`."""
+        """The record of the last events of absent blocks. Empty without `explain_misses`."""
         return self._state.misses
 
     def pack(self, keys: Sequence[bytes]) -> Keys:
@@ -445,7 +447,8 @@ class OffloadingManager:
         return store_plan
 
     def keep(self, keys: Sequence[bytes]) -> int:
-        """Record that the device dropped these blocks without an offer; return the number of absent blocks.
+        """Record that the device dropped these blocks without offering them; return how many of them are
+        absent here.
 
         Called for a victim tier. The resident blocks among `keys` are no longer duplicates and return to the
         policy's order.
@@ -458,7 +461,8 @@ class OffloadingManager:
         return Entering.over(new).num_missing
 
     def complete_store(self, plan: StorePlan, success: bool = True) -> None:
-        """End a store. After success its blocks are readable. After a failure its slots are free.
+        """End a store. After success the stored blocks are readable. After a failure the slots of the plan
+        are free.
 
         All copies into the slots of the plan must have ended before this call.
         """
@@ -489,15 +493,15 @@ class OffloadingManager:
 
         Rules for a store; the policy chooses among the permitted victims:
 
-        - Blocks of another tenant are permitted victims if that tenant keeps its minimum even when every
-          victim is its block.
+        - A store may evict blocks of another tenant only if this tenant would keep its minimum in the worst
+          case, when all victims of the store are blocks of this tenant.
         - While a tenant is below its minimum, its stores evict blocks of other tenants first, and the policy
           must accept all its new blocks.
         - While a tenant is at its maximum, its stores evict only its own blocks, even while slots are free.
 
         Args:
             quotas: mapping: name of a tenant -> quota. The sum of the minimums must not exceed the number of
-                slots in use.
+                usable slots.
 
         Raises: `ConfigError` for invalid quotas; then the old quotas stay. Cost: O(blocks).
         """
@@ -512,11 +516,11 @@ class OffloadingManager:
         self._tenants.write(tenants)
 
     def disown(self) -> None:
-        """Remove the owner of all blocks, after the first `set_tenants`.
+        """Remove the owner of all blocks. Call this after the first `set_tenants`.
 
-        Needed if the blocks come from an earlier run, because then their tenants are unknown. Stores evict
-        blocks without an owner first. The first tenant that loads a block without an owner becomes the
-        block's owner. Cost: O(blocks).
+        Needed if the blocks come from an earlier run, because then the tenants that stored them are unknown.
+        Stores evict blocks without an owner first. The first tenant that loads a block without an owner
+        becomes the block's owner. Cost: O(blocks).
         """
         tenants, nobody = self._state.tenants, self._tenants.nobody()
         tenants.owner[self.slots.filled()] = nobody
@@ -654,8 +658,8 @@ class OffloadingManager:
         Call this method regularly while it returns True, for instance once a scheduler step.
 
         Args:
-            num_blocks: approximate number of blocks that this call adds to the new policy, 1 us each. Later
-                calls add more if requests use blocks faster, so that the change ends.
+            num_blocks: approximate number of blocks that this call adds to the new policy, 1 us each. If
+                requests use blocks faster than calls add them, later calls add more, so that the change ends.
         """
         change, num_blocks = self._change, check_integer("num_blocks", num_blocks, MAX_POSITIONS, 0)
         if change is not None and change.advance(self._state, num_blocks):
@@ -671,7 +675,9 @@ class OffloadingManager:
 
     @property
     def usable_blocks(self) -> int:
-        """Number of slots in use, at most `capacity_blocks`. `advance_resize` changes it in steps."""
+        """Number of usable slots, at most `capacity_blocks`. A resize changes this number in steps
+        (`advance_resize`).
+        """
         return self.capacity_blocks - self.slots.num_unused
 
     def begin_resize(self, num_blocks: int) -> None:
@@ -735,7 +741,9 @@ class OffloadingManager:
             self._events.add(StorePlan(ctx, memory, evicted, self._epoch).evicted, removed=True)
 
     def refuse_only_if_asked(self) -> None:
-        """Set `refuses_unasked` to False: the policy refuses nothing unless the user has set `write_cost`."""
+        """Set `refuses_unasked` to False: from now on the policy refuses blocks only if the user has set its
+        `write_cost`.
+        """
         self.refuses_unasked = False
         self.policy_may_refuse = self._may_refuse(self.policy)
 
@@ -822,9 +830,9 @@ class OffloadingManager:
         self._report_uses(ctx, num_used)
 
     def _report_uses(self, ctx: RequestContext, num_used: int) -> None:
-        """Report references and uses to a policy or admission rule in Python.
+        """Report references and uses to a policy or an admission rule in Python.
 
-        For compiled policies, kernels have done so.
+        The kernels have already reported them to a compiled policy.
         """
         if not self.store_mode.is_compiled:
             self.store_mode.observe(ctx)

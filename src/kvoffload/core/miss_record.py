@@ -78,10 +78,7 @@ def by_reason(counts: CountArray) -> dict[str, int]:
 
 @inline
 def _first_of(table: U32Array, h: np.uint64) -> int:
-    """Return the index in `table` of the first entry of a set: the set of the table that `h` selects.
-
-    `h`: hash of a key.
-    """
+    """Return the index in `table` of the first entry of the set that `h`, the hash of a key, selects."""
     num_sets = np.uint64(table.shape[0] // WAYS)
     return np.int64(((h >> np.uint64(32)) * num_sets) >> np.uint64(32)) * WAYS
 
@@ -104,7 +101,7 @@ def prefetch_set(record: MissRecord, h: np.uint64) -> None:
 
 @inline
 def note(record: MissRecord, h: np.uint64, event: int) -> None:
-    """Record an event of an absent key. `h`: hash of the key. Does nothing if the table is empty."""
+    """Record an event of the absent key with the hash `h`. Does nothing if the table is empty."""
     table = record.table
     if table.shape[0] == 0:
         return
@@ -125,10 +122,11 @@ def note(record: MissRecord, h: np.uint64, event: int) -> None:
 
 @inline
 def reason_of(record: MissRecord, h: np.uint64) -> int:
-    """Return the last event of an absent key. `h`: hash of the key.
+    """Return the last event of the absent key with the hash `h`.
 
     If the key has no entry and its set is full, returns `UNKNOWN`, because the key's entry may have been
-    replaced. If the key has no entry and its set is not full, returns `NEVER_SEEN`.
+    replaced. If the key has no entry and its set is not full, returns `NEVER_SEEN`. An empty table gives
+    `UNKNOWN`.
     """
     table, tag = record.table, _tag_of(h)
     if table.shape[0] == 0:

@@ -1,4 +1,4 @@
-"""Changes of blocks: evicted, inserted, ready, abandoned, discarded.
+"""Kernels that change the state of blocks: evict, insert, make ready, abandon, discard.
 
 Owns index, slots and counters during these changes. Decides nothing, and checks no victim.
 """
@@ -111,8 +111,8 @@ def abandon(cache: Cache, new: Entering) -> None:
 def discard(cache: Cache, batch: ReadU64Matrix, slots: I32Array) -> int:
     """Remove the ready blocks of a batch from the index; write their slots to `slots`; return their number.
 
-    On input, ``slots[row]`` is ABSENT or a slot. With a slot, the block is removed only if it is still in
-    this slot.
+    On input, ``slots[row]`` may be a slot. Then the block is removed only if it is still in this slot. With
+    ABSENT the block is removed whatever its slot.
     """
     num_removed = 0
     for row in range(batch.shape[0]):

@@ -1,4 +1,4 @@
-"""Records of loads and stores in the log of calls, and of calls whose kernels do not log.
+"""Functions that append calls of the manager to the log: loads, stores, and methods whose kernels do not log.
 
 Owns the content of these records. Does not know the layout of the ring (`core.log`), or its reader.
 """
@@ -24,9 +24,10 @@ from kvoffload.structures.jit import inline, kernel
 
 @inline
 def log_load(log: Log, path: Path, kind: int, count: int, load: Pinned, result: int) -> None:
-    """Append a load to the log: its slots, or `result` if `result` is negative.
+    """Append a load to the log: its slots, or `result` if `result` is negative, which means that the load
+    failed.
 
-    A successful load gets the next number of a plan.
+    A successful load makes a plan. Plans are numbered in the order of the log.
     """
     place = put_call(log, path, kind, count, count + 1)
     if place < 0:
@@ -43,8 +44,9 @@ def log_load(log: Log, path: Path, kind: int, count: int, load: Pinned, result: 
 def log_store(log: Log, path: Path, new: Entering, kind: int, stored: int) -> None:
     """Append a store to the log.
 
-    A successful store gets the next number of a plan. Its record has the counts, the slots, and the rows of
-    missing blocks. The record of a failed store has only the negative code `stored`.
+    A successful store makes a plan. Plans are numbered in the order of the log. The record has the counts,
+    the slots, and the rows of missing blocks. The record of a failed store has only the negative code
+    `stored`.
     """
     if kind == LOG_KEEP:
         put_number(log, path, kind, new.num_offered, new.num_missing)

@@ -15,9 +15,9 @@ from kvoffload.structures.jit import inline
 
 @inline
 def hold(cache: Cache, slot: int, change: int) -> None:
-    """Add `change` to this process's count of pins and writes of a slot.
+    """Add `change` to the number of pins and writes that this process has on a slot.
 
-    The counts exist only if several processes share the slots. Otherwise this does nothing.
+    These numbers exist only if several processes share the slots. Otherwise this does nothing.
     """
     if cache.holds.shape[0] != 0:
         cache.holds[slot] += np.int32(change)
@@ -25,7 +25,7 @@ def hold(cache: Cache, slot: int, change: int) -> None:
 
 @inline
 def count_evictable(cache: Cache, slot: int, change: int) -> None:
-    """Add `change` to the evictable blocks of the tenant that owns the block in `slot`.
+    """Add `change` to the number of evictable blocks of the tenant that owns the block in `slot`.
 
     Condemned blocks are skipped, because they have no owner.
     """
@@ -54,7 +54,9 @@ def count_eviction(tenants: Tenants, slot: int) -> None:
 
 @inline
 def change_owners(cache: Cache, path: Path, new: Entering) -> None:
-    """Make the request's tenant the owner of a plan's slots; subtract victims from their owners' counts."""
+    """Make the request's tenant the owner of a plan's slots. Subtract each victim from the counts of its old
+    owner.
+    """
     tenants, tenant = cache.tenants, tenant_of(cache, path)
     for i in range(new.count):
         slot = new.slots[i]

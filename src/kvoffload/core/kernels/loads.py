@@ -62,9 +62,10 @@ def pin(cache: Cache, path: Path, batch: KeyBatch, load: Pinned, is_load: bool) 
 
 @kernel
 def unpin(cache: Cache, load: Pinned, is_load: bool) -> int:
-    """Remove one pin from each block; return the cache's number of condemned slots.
+    """Remove one pin from each block of a load; return how many slots of the whole cache are condemned.
 
-    If the number is not 0, the caller must free the load's condemned slots.
+    A condemned slot belongs to a forgotten block that a transfer still uses. If the result is not 0, the
+    caller must free the load's condemned slots.
     """
     if cache.log.is_open:
         kind = COMPLETE_LOAD if is_load else UNPIN

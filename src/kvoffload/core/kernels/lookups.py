@@ -1,6 +1,7 @@
 """Kernels of lookups: they find the slots of a request's keys.
 
-Owns the slot hints of a path. Does not know policies and plans. Changes no block.
+Owns the recorded slots of a path's keys, which are hints for later lookups. Does not know policies and plans.
+Changes no block.
 """
 
 from __future__ import annotations
@@ -52,7 +53,10 @@ def slot_of(cache: Cache, path: Path, position: int) -> int:
 
 @inline
 def prefetch_rows(index: Index, path: Path, count: int, row: int) -> None:
-    """Prefetch the cache lines of the next rows of a batch, once every `_PREFETCH_ROWS` rows."""
+    """Prefetch the cache lines of the next `_PREFETCH_ROWS` rows of a batch.
+
+    Callers call this for every `row`. It does nothing unless `row` is a multiple of `_PREFETCH_ROWS`.
+    """
     if row % _PREFETCH_ROWS or count < 4:
         return
     table, positions, records = index.table, path.positions, path.records

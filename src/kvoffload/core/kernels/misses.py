@@ -16,13 +16,16 @@ from kvoffload.structures.index import ABSENT, hash_row, home_bucket
 from kvoffload.structures.jit import I64Array, ReadU64Matrix, inline, kernel, prefetch
 
 _PROBES, _SAMPLED_AFTER, _STRIDE = 32, 32, 8
-"""`_PROBES`: number of blocks that `count_misses` prefetches together. After `_SAMPLED_AFTER` blocks with one
-reason, `count_misses` looks up only every `_STRIDE`-th block."""
+"""`_PROBES`: number of blocks that `count_misses` prefetches together. The other two constants save time in
+long runs of blocks with one reason: after `_SAMPLED_AFTER` such blocks, `count_misses` looks up only every
+`_STRIDE`-th block."""
 
 
 @inline
 def _code_of(cache: Cache, path: Path, position: int, has_gap: bool) -> int:
-    """Return a block's code of `miss_record`. `has_gap`: True if an earlier block of the path is missing."""
+    """Return the code of a block's state (`miss_record`). `has_gap` is True if an earlier block of the path
+    is missing.
+    """
     slot = slot_of(cache, path, position)
     if slot == ABSENT:
         return reason_of(cache.misses, path.records[position, HASH])
@@ -46,9 +49,9 @@ def count_misses(cache: Cache, path: Path, first: int, count: int, counts: I64Ar
     """Count the blocks that cannot be loaded, by reason, in `counts`; return the number of these blocks.
 
     Writes the code of each block to ``path.found``. Leading blocks that can be loaded are `READY`. Blocks in
-    the cache behind a missing block are `BEHIND_A_GAP`. After `_SAMPLED_AFTER` blocks with one reason, only
-    every `_STRIDE`-th block is looked up. If such a block has another reason, the skipped blocks before it
-    are looked up, too.
+    the cache behind a missing block are `BEHIND_A_GAP`. To save time, after `_SAMPLED_AFTER` blocks with one
+    reason only every `_STRIDE`-th block is looked up. If such a block has another reason, the skipped blocks
+    before it are looked up, too.
 
     Args:
         first: path position of the first of `count` blocks; -1 for the blocks of the last batch.
@@ -87,7 +90,7 @@ def note_absent(cache: Cache, batch: ReadU64Matrix, event: int) -> None:
 
 @inline
 def note_rows(cache: Cache, path: Path, new: Entering, start: int, stop: int, event: int) -> None:
-    """Record `event` for the missing blocks `start` to ``stop - 1`` of an offer."""
+    """Record `event` as the reason why the missing blocks `start` to ``stop - 1`` of an offer are absent."""
     records, positions = path.records, path.positions
     if cache.misses.table.shape[0] == 0:
         return

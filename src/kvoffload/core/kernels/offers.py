@@ -1,4 +1,4 @@
-"""First half of a store: the missing blocks of an offer, and the number of blocks to store.
+"""The first half of a store finds the missing blocks of an offer, and decides how many of them to store.
 
 Owns the choice of the blocks to store. An admission rule or the policy may refuse some of them. Does not know
 victims. Changes no block.
@@ -44,7 +44,11 @@ def collect_missing(cache: Cache, path: Path, count: int, new: Entering) -> int:
 
 @inline
 def is_owed(cache: Cache) -> bool:
-    """Return True if the store fills the minimum of a tenant. The policy must then accept all blocks."""
+    """Return True if the store evicts blocks of other tenants because the store's tenant is below its
+    minimum.
+
+    The policy must then accept all blocks.
+    """
     return cache.spares & SPARES_TENANTS != 0 and cache.tenants.is_owed != 0
 
 
@@ -52,8 +56,8 @@ def is_owed(cache: Cache) -> bool:
 def is_cut(cache: Cache, path: Path, new: Entering, admitted: int) -> bool:
     """Return True if all missing blocks come after a block of the path that the policy has refused.
 
-    Without the refused block they are useless. Returns False if another request has stored the refused block
-    since, or if the policy must accept all blocks.
+    The missing blocks are then useless, because no request can reach them without the refused block. Returns
+    False if another request has stored the refused block since, or if the policy must accept all blocks.
     """
     if admitted != 0 or path.cut == 0 or new.num_missing == 0 or is_owed(cache):
         return False

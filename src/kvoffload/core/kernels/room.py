@@ -1,7 +1,8 @@
-"""Room of a store: the number of new blocks that fit into free slots and the slots of evictable blocks.
+"""Functions that count the room of a store, that is, the new blocks that fit into free slots and into the
+slots of evictable blocks.
 
-Counts this room under the quotas, and tests if a store can leave all expected blocks in the cache. Does not
-know offers, and chooses no victim.
+The room depends on the tenants' quotas. Also tests if a store can leave all expected blocks in the cache.
+Does not know offers, and chooses no victim.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from kvoffload.structures.lists import PREV
 
 @inline
 def _count_on_path(cache: Cache, path: Path) -> None:
-    """Count the evictable blocks on the path by owner. The store must not evict these blocks."""
+    """Count each owner's evictable blocks on the path, which the store must not evict."""
     tenants, ref_cnt = cache.tenants, cache.slots.ref_cnt
     for position in range(path.length):
         slot = slot_of(cache, path, position)
@@ -57,10 +58,10 @@ def count_room(cache: Cache, path: Path, wanted: int) -> int:
 
 @inline
 def has_room_without_expected(cache: Cache, path: Path, wanted: int) -> bool:
-    """Return True if some blocks are expected, and `wanted` new blocks fit without the slots of these blocks.
+    """Return True if a store of `wanted` blocks need not evict any expected block.
 
-    If the result is True, the store must spare the expected blocks. Cost: O(1) if there is ample room,
-    otherwise O(expected keys).
+    The store must then spare the expected blocks. Returns False if no block is expected. Cost: O(1) if there
+    is ample room, otherwise O(expected keys).
     """
     keys = cache.expected.keys
     if num_expected(cache.expected) == 0:

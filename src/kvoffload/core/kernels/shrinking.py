@@ -1,6 +1,7 @@
-"""Removal of slots: the policy chooses blocks, which are evicted without replacement.
+"""Kernels that remove slots from use. The policy chooses blocks, which are evicted without replacement.
 
-Owns the offer that makes a policy choose. Does not know the wanted number of slots.
+Owns the offer of fictitious blocks, which makes the policy choose victims. Does not know the wanted number of
+slots.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from kvoffload.structures.structs import call_2
 def offer_shrink(cache: Cache, path: Path, batch: KeyBatch, new: Entering) -> int:
     """Prepare to evict one block for each key of the batch; return how many blocks may leave, or an error.
 
-    Call this only if no slot is free. The policy receives the keys as new blocks, which are removed at once.
-    The policy's `observe` is not called. Quotas protect the minimum of each tenant.
+    Call this only if no slot is free. The policy names victims only for new blocks. So the policy receives
+    the keys of the batch as new blocks, and `shrink` removes these blocks at once. The policy's `observe` is
+    not called. Quotas protect the minimum of each tenant.
     """
     count = add_batch(path, batch)
     if count < 0:

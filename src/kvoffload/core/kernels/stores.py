@@ -1,4 +1,5 @@
-"""Kernel of stores: the offer, the victims, the insertion, and the blocks that return to a victim tier.
+"""The kernel of stores. It processes the offer, gets victims, inserts the new blocks, and in a victim tier
+reports the blocks that the device has dropped.
 
 Owns the order of these steps. Does not know admission rules, or policies in Python.
 """
@@ -38,16 +39,17 @@ ALL, OFFER, CHOSEN, KEEP, SHRINK, SHRINK_CHOSEN = 0, 1, 2, 3, 4, 5
 - `SHRINK_CHOSEN`: evict after `SHRINK`, with a policy in Python.
 """
 BY_POLICY, BY_ALL = 1, 2
-"""Values of `admitted` in `prepare_store`."""
+"""Values of `admitted` in `prepare_store`. `BY_POLICY`: the policy must accept all blocks. `BY_ALL`: policy
+and admission rule must accept all blocks."""
 
 
 @inline
 def _collect_returning(cache: Cache, path: Path, new: Entering, kept: Entering) -> None:
     """Move the duplicates among the offered blocks to `kept`.
 
-    Writes the kept and stored blocks to ``path.used``, in the order of the offer, with their reuse flags. But
-    ``path.used`` is empty if the policy needs no report: no block was reused, and the blocks were either all
-    kept or all stored.
+    Also writes the kept and stored blocks to ``path.used``, in the order of the offer, and flags the blocks
+    that were used again while the device held them (`returning`). The policy needs no report if no block was
+    used again and the blocks were either all kept or all stored. Then ``path.used`` is empty.
     """
     used, records, positions, entered = path.used, path.records, path.positions, 0
     has_reuse = False
@@ -76,7 +78,7 @@ def _collect_returning(cache: Cache, path: Path, new: Entering, kept: Entering) 
 
 @inline
 def _return(cache: Cache, path: Path, new: Entering, kept: Entering) -> None:
-    """Collect the returning blocks and report them to a compiled policy."""
+    """Collect the kept and the new blocks of a victim tier, and report them to a compiled policy."""
     _collect_returning(cache, path, new, kept)
     if cache.replace == 0:
         return
@@ -116,8 +118,7 @@ def prepare_store(
     each further kernel would add a second of compilation to the first start.
 
     Args:
-        admitted: `BY_POLICY`: the policy must accept all blocks. `BY_ALL`: policy and admission rule must
-            accept all blocks. 0: both may refuse blocks.
+        admitted: `BY_POLICY` or `BY_ALL`, or 0 if policy and admission rule may refuse blocks.
     """
     stored = np.int64(0)
     if step == SHRINK:

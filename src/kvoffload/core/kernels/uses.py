@@ -1,6 +1,7 @@
 """Kernels that report a request to the policy: expected blocks, observed blocks, uses, and the request's end.
 
-Owns the rule that a request accesses a block once. Does not know loads and stores.
+Owns the rule that a request counts as one access of a block, however often it uses the block. Does not know
+loads and stores.
 """
 
 from __future__ import annotations
@@ -98,7 +99,9 @@ def expect(cache: Cache, path: Path) -> int:
 
 @kernel
 def observe(cache: Cache, path: Path) -> None:
-    """Report the new blocks of the path to an observing policy. Called by store modes."""
+    """Report the new blocks of the path to a compiled policy that observes all traffic. Called by store
+    modes.
+    """
     observe_path(cache, path)
 
 
@@ -123,7 +126,8 @@ def touch(cache: Cache, path: Path, batch: KeyBatch, whole_path: bool) -> int:
 
 @kernel
 def finish(cache: Cache, path: Path, is_touched: bool) -> int:
-    """Record uses of the whole path, unless `is_touched`, and report the request's end to a compiled policy.
+    """Record uses of the whole path, unless `touch` has done so (`is_touched`). Report the request's end to a
+    compiled policy.
 
     Returns the number of uses that the caller must report to a policy in Python. If the number is not 0, the
     caller reports these uses, then calls `finish` again to report the end.

@@ -12,7 +12,8 @@ from kvoffload.structures.index import copy_key
 from kvoffload.structures.jit import inline, kernel
 
 FIRST_WRONG = -2
-"""Result of `prepare_store`: ``FIRST_WRONG - row`` if the policy named an invalid victim for this row."""
+"""Result of `prepare_store`: ``FIRST_WRONG - row`` if the policy named an invalid victim for the new block in
+`row`."""
 _UNNAMED, _CLAIMED = -2, -3
 
 
@@ -46,7 +47,8 @@ def check_victims(cache: Cache, path: Path, new: Entering) -> int:
     """Return 0, or ``FIRST_WRONG - row`` for the first invalid victim.
 
     A victim is invalid if the store may not evict it (`state.evictable`), if the policy has named the slot
-    twice, or if the block is a duplicate. Clears ``cache.spares``, because the store is decided.
+    twice, or if the block is a duplicate. Clears ``cache.spares``, the limits of this store, because no
+    victim is chosen after this check.
     """
     ref_cnt, error, checked = cache.slots.ref_cnt, 0, new.count
     for i in range(new.num_free, new.count):

@@ -20,9 +20,9 @@ from kvoffload.structures.jit import I64Array, ReadI64Matrix, ReadU64Matrix, inl
 
 END_ROW, ON_DEVICE, ASKED_END, LABEL, END_LABEL, NUM_COLUMNS = 0, 1, 2, 3, 4, 5
 """Columns of `requests` in `live_all`. `END_ROW`: end of the request's rows in the batch. `ON_DEVICE`: number
-of leading blocks that are not looked up. `ASKED_END`: end of the looked-up path positions; blocks from there
-on are only stored. `LABEL`: number of the hints while the request runs. `END_LABEL`: number of the hints at
-its end."""
+of leading blocks that are not looked up. `ASKED_END`: end of the looked-up path positions; blocks from
+there on are only stored. `LABEL`: number that stands for the request's hints while the request runs.
+`END_LABEL`: the same for the hints at its end."""
 
 
 @long_kernel
@@ -46,8 +46,8 @@ def live_all(
             policy may refuse no block.
         batch: the keys of all requests.
         requests: a row for each request, see `END_ROW` and the columns after it.
-        missed: number of missed blocks of each group (`group_of`). A missed block is a looked-up block from
-            the request's first missing block on.
+        missed: for each group of keys (`group_of`), the number of missed blocks, to which this call adds. The
+            first missing block of a request and all looked-up blocks after it are missed.
 
     Returns:
         0, or an error of `prepare_store`, which ends the loop.
@@ -121,7 +121,7 @@ def _live(cache: Cache, path: Path, new: Entering, asked: int, end_label: int, m
 
 @kernel
 def count_by_group(batch: ReadU64Matrix, counts: I64Array) -> None:
-    """Add the number of keys of each group to `counts`."""
+    """Count the keys of each group (`group_of`), and add the numbers to `counts`."""
     for row in range(batch.shape[0]):
         counts[group_of(hash_row(batch, row), counts.shape[0])] += 1
 
