@@ -78,7 +78,7 @@ def _three_digits(value: float) -> str:
 
 
 def unbroken(text: str) -> str:
-    """Write no-break spaces before units and inside ranges: ``64 GiB``, ``27.3% to 35.2%``."""
+    """Use no-break spaces before units and inside ranges: ``64 GiB``, ``27.3% to 35.2%``."""
     return _UNBROKEN.sub(NO_BREAK, text)
 
 

@@ -119,7 +119,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimedRow(Row, frozen=True, kw_only=True):
-    """Row with a time measurement. The time differs from run to run.
+    """Row with the CPU time of its replay. Unlike the other columns, the time differs from run to run.
 
     Attributes:
         control_plane_s: CPU seconds that the decisions took. Other replays may have run on the machine at the
@@ -134,7 +134,8 @@ class SweptTrace:
     """Summary of a trace.
 
     Attributes:
-        refs: number of block references in each window (`bootstrap.window_sums`).
+        refs: number of block references in each window. The windows are up to 32 equal parts of the trace
+            (`bootstrap.window_sums`).
         share_outside_blocks, warnings, duration_s: see `Trace`.
     """
 
@@ -177,9 +178,9 @@ class Runs:
         return self._draws[self.points[number].trace].ratio(self._hits[number])
 
     def difference(self, number: int, baseline: int) -> Interval | None:
-        """Compute the paired confidence interval of a difference of hit ratios: `number` minus `baseline`.
+        """Compute the paired confidence interval of one point's hit ratio minus another point's hit ratio.
 
-        Both are indices of points, and both points must have the same trace.
+        The points `number` and `baseline` must have the same trace.
         """
         return self._draws[self.points[number].trace].difference(self._hits[number], self._hits[baseline])
 

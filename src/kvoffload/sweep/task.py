@@ -102,7 +102,8 @@ class Task:
 
     Attributes:
         number: index of the point to which the result belongs.
-        block_refs: number of block references of the trace, a measure of the work.
+        block_refs: number of block references of the trace. The progress display uses it as a measure of
+            work.
     """
 
     number: int
@@ -211,7 +212,7 @@ def code_digest(policy: str = "", admission: str = "") -> str:
 
 
 def code_digests(config: ReplayConfig | None) -> list[str]:
-    """Return the `code_digest` of RAM's policy and admission rule, then one for each tier's.
+    """Return the `code_digest` of RAM's policy and admission rule, then the digest for each tier.
 
     `config` is None for a replay of a device cache alone; then the list has only the digest of this package.
     """

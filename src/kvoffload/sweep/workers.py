@@ -25,7 +25,8 @@ class Workers(Protocol):
     def results(self, tasks: Sequence[Task]) -> Results:
         """Yield each task with its result, as tasks finish.
 
-        Closing the generator early aborts the remaining tasks. Raises `SweepError` if the workers are lost.
+        If the generator is closed early, the remaining tasks are aborted. Raises `SweepError` if a worker
+        ends unexpectedly.
         """
         ...
 
@@ -93,7 +94,7 @@ class LocalWorkers:
 
 @contextlib.contextmanager
 def _sigint_waits() -> Iterator[None]:
-    """Start processes with SIGINT blocked: they inherit the signal mask of this thread.
+    """Block SIGINT in this context, so that the processes started in it inherit the block.
 
     Ctrl-C sends SIGINT to every process of a terminal, but only the parent process should handle the signal.
     """

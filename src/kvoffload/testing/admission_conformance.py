@@ -6,7 +6,8 @@
         def make(self):
             return MyRule(window=1000)
 
-The suite does not check that a rule admits the *right* blocks. Use `kvoffload replay` or a twin for this.
+The suite does not check that a rule admits the *right* blocks. To check this, use `kvoffload replay`, or
+override `AdmissionConformance.twin`.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class AdmissionConformance:
             assert rule.leading(_keys([])) == 0, "leading() of no blocks is not 0"
 
     def test_it_admits_the_same_again(self) -> None:
-        """Check that another instance gives equal answers to equal calls."""
+        """Check that two new instances of the rule give equal answers to equal calls."""
         for seed in _SEEDS:
             script = random_script(seed, num_steps=250)
             first, second = (_answers(self.make(), script) for _ in range(2))
@@ -130,7 +131,7 @@ def _keys(numbers: list[int]) -> Keys:
 
 
 def _answers(rule: Admission, script: list[Step]) -> list[list[bool]]:
-    """Return the answers of `admit` before a script and after each step."""
+    """Return the answers of `admit` before the script and after each of its steps."""
     answers = [rule.admit(_keys([*range(16)])).tolist()]
     for action, _, numbers in script:
         keys = _keys(numbers)

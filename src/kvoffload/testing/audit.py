@@ -1,7 +1,7 @@
 """Checks of a manager's internal invariants, in O(capacity).
 
 Only this module may read private attributes of other modules. Call `audit` after every step of a test. If an
-invariant is violated, the `AssertionError` names the structures that disagree, and the slots or keys.
+invariant is violated, the `AssertionError` names the structures that disagree, and about which slots or keys.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def audit(manager: Any) -> None:
     Also checks the policy: its `order`, and its attributes of the types `Lists`, `KeyLists` and `PathRuns`.
 
     Raises:
-        AssertionError: names the violated invariant.
+        AssertionError: an invariant is violated; the message names the invariant.
     """
     manager = getattr(manager, "ram_manager", manager)
     _audit_slots(manager)
@@ -59,9 +59,9 @@ def audit(manager: Any) -> None:
 def snapshot(thing: Any, ignore: Collection[str] = ()) -> Any:
     """Return the whole nested state of `thing` as values that can be compared with ``==``.
 
-    Equal snapshots prove that the state has not changed. Arrays are compared byte by byte. An array, a struct
-    or an object that occurs several times is expanded once; its further occurrences refer to the first by
-    number.
+    Equal snapshots prove that the state has not changed. Arrays are compared byte by byte. If an array, a
+    struct or an object occurs several times, the snapshot has its contents once, and a number in the other
+    places.
 
     Args:
         thing: an object of plain values, containers, arrays and objects, without cycles of containers.
@@ -71,10 +71,10 @@ def snapshot(thing: Any, ignore: Collection[str] = ()) -> Any:
 
 
 def _snapshot(thing: Any, ignore: frozenset[str], seen: dict[int, tuple[int, Any]]) -> Any:
-    """Return the snapshot of a part.
+    """Return the snapshot of `thing`, which is a part of the state.
 
-    `seen` maps the `id` of each earlier part to the part's number and the part. While `seen` holds the part,
-    no other part can have this `id`.
+    `seen` maps the `id` of each part that was already visited to the part's number and to the part itself.
+    As long as `seen` refers to a part, Python gives its `id` to no other object.
     """
     if thing is None or isinstance(thing, (bool, int, str, bytes, Enum, type)):
         return thing
@@ -124,9 +124,9 @@ def _fields_of(cls: type[Struct], ignore: frozenset[str]) -> tuple[list[int], li
 def state_of(thing: Any) -> bytes | Any:
     """Return the whole state of a policy or an admission rule, as a value that can be compared with ``==``.
 
-    Unlike `snapshot`, this function handles cycles and foreign objects (`random.Random`). Compare only states
-    of the same object at different times: two objects that behave equally may have different states. The
-    `index` of a policy is left out, because it belongs to the manager.
+    Unlike `snapshot`, this function handles cycles, and objects of other libraries, such as `random.Random`.
+    Compare only states of the same object at different times: two objects that behave equally may have
+    different states. The `index` of a policy is left out, because it belongs to the manager.
     """
     state = {name: value for name, value in vars(thing).items() if name != "index"}
     try:
@@ -136,7 +136,10 @@ def state_of(thing: Any) -> bytes | Any:
 
 
 def duplicate_slots(manager: OffloadingManager) -> list[int] | None:
-    """Return the slots of blocks that the device also has, in eviction order; None without a victim tier."""
+    """Return the slots of blocks that the device also has, in the order in which RAM evicts them.
+
+    Returns None if RAM is not a victim tier.
+    """
     mode = manager.store_mode
     return mode.cache.duplicates.members(0) if mode.follows_device else None
 

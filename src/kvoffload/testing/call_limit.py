@@ -12,8 +12,8 @@ from kvoffload.core.policy import EvictionPolicy
 class EndlessLoopError(BaseException):
     """Raised inside a policy's method that does not return.
 
-    Derived from `BaseException`, because Hypothesis shrinks every failure that is an `Exception`: it would
-    run the endless loop again and again.
+    Derived from `BaseException`, because Hypothesis shrinks every failure that is an `Exception`: Hypothesis
+    would run the endless loop again and again.
     """
 
 

@@ -5,9 +5,9 @@
     class TestMine(PolicyConformance):
         policy = "examples/my_policy.py:MyPolicy"
 
-The suite checks a policy's decisions through a manager. It reads the policy's state only to detect changes
-and growth. It does not check that a policy keeps the *right* blocks. Use `kvoffload replay` for hit ratios,
-and `PolicyConformance.twin` for a comparison with a simple implementation of your policy.
+The suite checks a policy's decisions through a manager, and reads the policy's state only to detect changes
+and growth. The suite does not check that a policy keeps the *right* blocks. To check this, use `kvoffload
+replay` for hit ratios, or compare the policy with a simple implementation (`PolicyConformance.twin`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _ROLES = ("may leave", "pinned", "in flight", "of the storing request", "damaged
 
 
 def fatal(check: Check) -> Check:
-    """Decorator for a fatal check. If it fails, later checks would fail, too, and are skipped."""
+    """Decorator for a check: if it fails, later checks are skipped, because they would fail, too."""
 
     @wraps(check)
     def run(self: PolicyConformance) -> None:
@@ -94,7 +94,10 @@ class PolicyConformance:
     failed_check: ClassVar[str] = ""
 
     def setup_method(self) -> None:
-        """Skip the check after a fatal failure. Limit the CPU time of policy calls. Called by pytest."""
+        """Skip the check if an earlier `fatal` check failed. Limit the CPU time of policy calls.
+
+        Called by pytest before each check.
+        """
         if failed := vars(type(self)).get("failed_check"):
             pytest.skip(f"earlier fatal fault: {failed} failed")
         self._limit = CallLimit(self.call_cpu_s)
@@ -135,7 +138,7 @@ class PolicyConformance:
 
     @fatal
     def test_protection(self) -> None:
-        """Check that blocks that are pinned, in flight, or of the storing request are not evicted."""
+        """Check that no store evicts a block that is pinned, in flight, or on the path of its request."""
 
         def check(roles: list[str], touched: list[int], offered: int) -> None:
             _check_protection(_manager(self.policy, len(roles)), roles, touched, offered)
@@ -202,10 +205,10 @@ class PolicyConformance:
     # ---- as a victim tier
 
     def test_life_as_a_victim_tier(self) -> None:
-        """Check random histories of a victim tier.
+        """Check random histories of RAM as a victim tier, which stores the blocks that the device drops.
 
-        When the device loads a block, the block's copy in RAM becomes a duplicate, and the policy no longer
-        orders the block. When the device drops the block, the policy orders it again.
+        When the device loads a block, the copy in RAM becomes a duplicate: the policy's `order` no longer
+        includes it. When the device drops the block, `order` includes the copy again.
         """
         _run_machine(
             manager_machine(
@@ -220,8 +223,8 @@ class PolicyConformance:
     def test_it_is_told_of_blocks_that_return(self) -> None:
         """Check the `reused` flags that a policy of a victim tier gets in `access`.
 
-        When the device drops a block, the flag is True if requests used the block again while the device held
-        it. If the policy's `needs_returns` is False, every flag is False.
+        When the device drops a block, the block's flag is True if requests used the block again while the
+        device held it. If the policy's `needs_returns` is False, every flag is False.
         """
         policy_class = POLICIES.find(self.policy)
         accesses: list[tuple[bytes, bool]] = []
@@ -322,7 +325,7 @@ class PolicyConformance:
     # ---- hits
 
     def test_it_is_never_above_the_optimum(self) -> None:
-        """Check that hits do not exceed the optimum, and equal it if the cache holds all blocks.
+        """Check that hits do not exceed the optimum, and reach the optimum if the cache holds all blocks.
 
         Covers several workloads, capacities and admission rules, with and without a device cache.
         """
@@ -417,7 +420,7 @@ def _run_machine(machine: type[ManagerMachine]) -> None:
 
 
 def _size_of_class(policy: type) -> int:
-    """Return the size in bytes of a policy's mutable class attributes."""
+    """Estimate the size of a policy's mutable class attributes: the length of their `repr`."""
     values = [
         value
         for cls in policy.__mro__
@@ -458,7 +461,7 @@ def _check_protection(manager: OffloadingManager, roles: list[str], touched: lis
 
 
 def _check_asking(manager: OffloadingManager, seed: int) -> None:
-    """Check that neither a query of a full manager nor a refusal changes the policy."""
+    """Check that neither a query of a full manager nor a refused store changes the policy."""
     resident = _resident(manager)
     absent = [key_of(number, _KEY_BYTES) for number in range(240, 245)]
     own = manager.begin_request("whole cache", resident)
@@ -481,7 +484,7 @@ def _check_asking(manager: OffloadingManager, seed: int) -> None:
 
 
 def _address(policy: type[EvictionPolicy]) -> str | None:
-    """Return a name by which another process can import this class; None if it cannot."""
+    """Return a name by which another process can import this class; None if there is no such name."""
     if "." in policy.__qualname__:
         return None
     if policy.__module__.startswith("kvoffload."):

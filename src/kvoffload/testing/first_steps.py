@@ -33,7 +33,7 @@ _TEXTS = {
 
 @dataclass
 class Failure:
-    """A script whose last step raises `error`, with the number of slots and the store mode."""
+    """A script whose last step raises `error` in a manager with these slots and this store mode."""
 
     script: list[Step]
     error: Exception

@@ -1,4 +1,4 @@
-"""Random scripts for managers, and logs of the decisions. Used to compare policies.
+"""Random scripts of calls to a manager, and logs of its decisions. Tests use them to compare policies.
 
 A script is a list of steps that can be played on any manager: steps refer to requests, keys and jobs by
 number. Managers with equal decisions give equal logs.
@@ -80,14 +80,15 @@ def play(
 ) -> list[Any]:
     """Play a script. Returns for each step: its name, the decision, and the result of `after_step`.
 
-    A request gets the next element of `hints`, cyclically, when it begins and when it ends.
+    When a request begins and when it ends, it gets the next element of `hints`; after the last element comes
+    the first again.
     """
     player = Player(manager, hints)
     return [(step[0], player.play(step), after_step(manager)) for step in script]
 
 
 class Player:
-    """Plays the steps of a script on one manager, and keeps the open requests, stores and loads."""
+    """Plays the steps of a script on one manager, and keeps track of open requests, stores and loads."""
 
     def __init__(self, manager: OffloadingManager, hints: Sequence[Hints]) -> None:
         self.manager, self._hints = manager, cycle(hints)
@@ -141,7 +142,7 @@ class Player:
         self.manager.expect(self.contexts[number])
 
     def serve(self, number: int, keys: list[bytes]) -> None:
-        """Withdraw a request from the queue."""
+        """Report that a request has left the engine's queue."""
         self.manager.withdraw(self.contexts[number])
 
     def finish(self, number: int, keys: list[bytes]) -> None:
@@ -164,7 +165,7 @@ _STEPS: dict[str, Callable[[Player, int, list[bytes]], Any]] = {
 
 
 def key_of(number: int, key_bytes: int) -> bytes:
-    """Return the key with this number in a script."""
+    """Return the key that a script refers to by `number`."""
     return bytes([number]) * key_bytes
 
 

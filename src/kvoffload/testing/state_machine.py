@@ -1,9 +1,9 @@
 """A Hypothesis state machine that compares a manager with a model of two dicts and a list.
 
-Completion, failure and loss of a job are rules of the machine. So a single-threaded test explores the
-interleavings of completions. The model checks that every victim was evictable, that duplicates in a victim
-tier are evicted first, and that nothing else changes. The model does not know the order of eviction. Only
-tests of a policy check that the victims are *right*.
+Hypothesis chooses when a job completes, fails or is lost, so that a single-threaded test explores the
+interleavings of jobs. The model checks that every victim was evictable, that duplicates in a victim tier are
+evicted first, and that nothing else changes. The model does not know in which order a policy evicts: only
+tests of that policy check that the victims are *right*.
 
     TestMine = manager_machine(policy="mine.policies:Mine", capacity_blocks=5).TestCase
 """
@@ -47,10 +47,8 @@ from kvoffload.testing.audit import audit, duplicate_slots, snapshot
 from kvoffload.testing.scripts import any_hints, colliding_keys
 
 NUM_KEYS = 20
-"""Number of different keys.
-
-It exceeds the initial size of a request's path (`core.request`), so that paths grow.
-"""
+"""Number of different keys: more than the initial size of a request's path (`core.request`), so that paths
+grow."""
 WRITING, READY = LookupResult.HIT_PENDING, LookupResult.HIT
 _SCRATCH = ("dropped", "givers", "usable_free", "is_owed", "on_path")
 """Names of the fields that a refused store may change: a counter, and values that every store sets."""
@@ -66,7 +64,8 @@ class Request:
 
     Attributes:
         accessed: keys that the request has touched or stored.
-        cut: key that the policy refused. While it is absent, no later block of the path can be stored.
+        cut: key of the block that the policy refused. As long as this block is absent, no later block of the
+            path can be stored.
     """
 
     ctx: RequestContext | None
@@ -81,7 +80,7 @@ class Job:
 
     Attributes:
         stale: True after a `reset`, which has forgotten the job's blocks.
-        void: True after a reset with `drop_in_flight`. The completion of the job has no effect.
+        void: True after a reset with `drop_in_flight`; then the completion of the job has no effect.
     """
 
     plan: LoadPlan | StorePlan
@@ -98,7 +97,8 @@ class ManagerMachine(RuleBasedStateMachine):
         pins: number of readers of each slot.
         memory: contents of each slot; the bytes of a block are its key.
         duplicates: in a victim tier, keys of blocks that the device also holds, in order of eviction.
-        waiting: expected keys of each waiting request, in order of arrival.
+        waiting: the requests in the engine's queue, in order of arrival, each with its expected keys: blocks
+            that the manager evicts only if no other block can leave.
         condemned: slots of forgotten blocks that a transfer still uses.
         readable: keys of readable blocks, according to the events.
     """
@@ -184,7 +184,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(target=stores, request=requests, numbers=batches, promoted=st.sampled_from([False, False, True]))
     def prepare_store(self, request: Request, numbers: list[int], promoted: bool = False) -> Job:
-        """Start a store. Neither admission rule nor policy may refuse `promoted` blocks."""
+        """Start a store. If `promoted` is True, neither admission rule nor policy may refuse the blocks."""
         manager, keys = self.manager, self._add_to_path(request, numbers)
         protected = {*request.path, *keys}
         missing = [key for key in dict.fromkeys(keys) if key not in self.state]
@@ -450,7 +450,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def _limit(
         self, request: Request, num_missing: int, may_leave: set[bytes], num_free: int
     ) -> tuple[int, int]:
-        """Return the number of blocks that a store has room for, and how many free slots it may use.
+        """Return two numbers: how many blocks a store has room for, and how many free slots it may use.
 
         Subclasses with quotas remove blocks from `may_leave`.
         """
@@ -492,7 +492,10 @@ class ManagerMachine(RuleBasedStateMachine):
         return PrefixLookup(ready, (*states, READY)[ready])
 
     def _expect_all(self, ctx: RequestContext) -> bool:
-        """Expect the keys of a request, head first. Returns False if not all keys have room."""
+        """Add the keys of a waiting request to its expected keys, in path order.
+
+        Returns False if there are too many expected keys to add all.
+        """
         expected, own = {key for keys in self.waiting.values() for key in keys}, self.waiting[ctx]
         for key in list(ctx.keys())[len(own) :]:
             if len(expected | {key}) > self.manager.capacity_blocks * 7 // 8:
@@ -502,7 +505,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return True
 
     def _end_wait(self, ctx: RequestContext) -> None:
-        """Remove a waiting request. Other waiting requests, oldest first, get the room for expected keys."""
+        """Remove a waiting request, and use the room to add expected keys of the others, oldest first."""
         if self.waiting.pop(ctx, None) is not None:
             self.is_full = self.is_full and not all(map(self._expect_all, self.waiting))
 

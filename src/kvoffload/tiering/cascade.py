@@ -22,8 +22,8 @@ from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
 _LOGGER = logging.getLogger("kvoffload.tiering")
 _MIN_WEIGHT = 0.25
-"""Smallest weight of a slow tier, relative to the fastest tier. If the weight were smaller, a slow tier would
-have too few blocks in flight: its writes would not overlap, and its measured speed would be too low."""
+"""Smallest weight of a slow tier when tiers divide the blocks in flight; the fastest tier has weight 1. With
+a smaller weight, the slow tier's writes would not overlap, and its measured speed would be too low."""
 
 
 class Cascade:
@@ -76,7 +76,7 @@ class Cascade:
             self._submit(lane, plan, record)
 
     def _by_owner(self, lane: TierLane, offered: LoadPlan) -> list[LoadPlan]:
-        """Divide an offer by tenant, if the tier has quotas."""
+        """Split an offer into one offer for each tenant, if the tier has quotas."""
         if not lane.has_quotas:
             return [offered]
         owners = self._stack.ram.owners_of(offered.slots)
@@ -107,7 +107,8 @@ class Cascade:
     def stop(self) -> None:
         """Clear the queues.
 
-        Logs a warning for each tier that did not accept all blocks before they left RAM.
+        Logs a warning for each tier that has not accepted some blocks: blocks that have left RAM, and blocks
+        that were still queued.
         """
         for lane in self._stack.lanes:
             keys = self._stack.ram.pack([*lane.waiting])
@@ -130,8 +131,8 @@ class Cascade:
     def _offer_waiting(self, lane: TierLane) -> None:
         """Remove the oldest blocks from a tier's queue, and offer the blocks that are still in RAM.
 
-        Makes one offer in each call. A loop until the tier is full would offer the whole queue to a closed
-        tier, which accepts no block.
+        Makes one offer in each call, and does not repeat it until the tier is full: a closed tier accepts no
+        block, so that a loop would offer, and lose, the whole queue.
         """
         if (room := min(self._room(lane), len(lane.waiting))) == 0:
             return
@@ -147,7 +148,7 @@ class Cascade:
     def _let_wait(self, lane: TierLane, keys: Keys) -> None:
         """Queue blocks for a busy tier.
 
-        If the queue exceeds RAM's capacity, its oldest blocks are dropped and count as lost.
+        If the queue is longer than RAM's capacity, the oldest queued blocks are dropped and count as lost.
         """
         lane.waiting.update(dict.fromkeys(keys))
         num_lost = max(0, len(lane.waiting) - self._stack.ram.capacity_blocks)
@@ -184,9 +185,9 @@ class Cascade:
 def write_room(lanes: Sequence[TierLane], row: int, budget: int) -> int:
     """Return the number of further blocks that may be pinned for writes to tier `row`.
 
-    The tiers divide `budget`, a number of blocks, in proportion to their write speeds. A slow tier counts
-    with at least a quarter of the fastest tier's speed. A tier of unknown speed counts as the fastest tier.
-    Each share is at least one block. A slow or hanging tier pins only its own share.
+    So that a slow or hanging tier cannot pin all `budget` blocks, each tier gets a share in proportion to its
+    write speed, at least one block. A slow tier counts with at least a quarter of the fastest tier's speed. A
+    tier of unknown speed counts as the fastest tier.
     """
     share = budget
     if len(lanes) > 1:

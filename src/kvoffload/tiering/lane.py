@@ -33,13 +33,13 @@ class TieringCounts:
     not_worth: int = 0
     """Blocks that a tier had, but that were not read because computing them is faster."""
     not_offered: int = 0
-    """Blocks that left RAM before a tier could write them: the tier was slow or did not answer."""
+    """Blocks that left RAM before a tier could write them, because the tier was slow or did not answer."""
     read_ahead: int = 0
     """Blocks read for requests that waited in the engine's queue."""
     gave_up: int = 0
     """Number of requests that stopped waiting at their time limit."""
     stale: int = 0
-    """Blocks that a shared tier's presence cache listed, but the server had lost."""
+    """Blocks that a shared tier's presence cache listed, although the server had lost them."""
 
 
 @dataclass
@@ -64,7 +64,8 @@ class TierLane:
         row: position in the stack, from 0 for the fastest tier.
         jobs: unfinished jobs by their number.
         num_reading, num_writing: blocks in flight.
-        write_s_per_block: recent average, including time in the tier's queue; 0 before the first write.
+        write_s_per_block: recent average of the seconds to write a block, including time in the tier's
+            queue; 0 before the first write.
         probing: blocks of the probes in flight.
         waiting: queue of blocks in RAM, oldest first. The cascade offers them when the tier has room.
         num_accepted: blocks that the tier has accepted for writing.
@@ -86,7 +87,7 @@ class TierLane:
         self.has_quotas = False
 
     def probe(self, keys: Keys, now: float) -> None:
-        """Probe a shared tier for blocks, except blocks with a probe in flight."""
+        """Ask a shared tier which of these blocks it has. Leaves out blocks with a probe in flight."""
         is_new = np.array([key not in self.probing for key in keys], np.bool_)
         if not is_new.any():
             return
@@ -97,9 +98,10 @@ class TierLane:
             self.probing.update(new)
 
     def is_stalled(self, now: float, deadline_s: float) -> bool:
-        """Return True if the oldest job is older than four deadlines. A stalled tier gets no new jobs.
+        """Return True if the oldest job has run for more than four times `deadline_s`.
 
-        A tier that was given up is not stalled: it rejects all jobs.
+        A stalled tier gets no new jobs. A tier that is stuck (`GuardedTier.is_stuck`) does not count as
+        stalled, because it rejects all jobs.
         """
         if not self.jobs or self.tier.is_stuck:
             return False
@@ -107,9 +109,9 @@ class TierLane:
         return now - oldest.since > _STALLED_AFTER_DEADLINES * deadline_s
 
     def is_failing(self, now: float) -> bool:
-        """Return True if reads must pause.
+        """Return True if the tier must not be read now.
 
-        They pause for 10 s after the third consecutive failed read, and after each further failed read.
+        Reads pause for 10 s after the third consecutive failed read, and after each further failed read.
         """
         return now < self._next_try
 
@@ -142,17 +144,17 @@ class TierLane:
             self.write_s_per_block = latest if past == 0.0 else past + (1.0 - _WRITE_DECAY) * (latest - past)
 
     def read_s(self, num_blocks: Any) -> Any:
-        """Predict the seconds for a read that starts now, behind the reads in flight.
+        """Predict the seconds that a read would take if it started now, behind the reads in flight.
 
-        `num_blocks`: number of blocks, or an array of numbers. Returns 0 before the tier's first read.
+        Returns 0 before the tier's first read. `num_blocks` is a number of blocks, or an array of numbers.
         """
         return self.speed.seconds_for(num_blocks + self.num_reading)
 
     def is_trial_due(self, now: float) -> bool:
-        """Return True if no trial was due in the last 10 s. A result of True restarts the 10 s.
+        """Return True at most once in 10 s: a trial is then due.
 
-        A trial is a read that runs even though computing is expected to be faster: it measures the tier's
-        speed.
+        A trial is a read that runs although computing is expected to be faster. It measures the tier's speed,
+        which may have risen.
         """
         if now < self._next_trial:
             return False

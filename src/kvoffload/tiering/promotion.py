@@ -1,7 +1,7 @@
 """The promotion of blocks from tiers into RAM, for requests whose prefix continues in a tier.
 
-Owns the reads, their reserved slots of RAM, and the probes of shared tiers. RAM's policy decides which blocks
-leave RAM.
+Owns the reads, the slots of RAM that are reserved for them, and the probes of shared tiers. RAM's policy
+decides which blocks leave RAM.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from kvoffload.tiering.worth import Rows, fastest_source, num_worth_reading
 from kvoffload.tiers.contract import NO_JOB, JobResult, Mask
 
 MOST_DISTRUSTED = 10_000
-"""Number of wrong blocks to remember (about 1 MB of keys). After more wrong blocks, no tier is read."""
+"""Limit of the keys that `Promotion.distrust` remembers (about 1 MB). Above the limit, no tier is read."""
 
 
 class Promotion:
     """Reads blocks from tiers into RAM, for requests that wait for these blocks.
 
     Attributes:
-        promoting: mapping: key of a block that is being read -> number of its tier, from 1.
+        promoting: maps the key of each block that is being read to the number of its tier, from 1, and to the
+            plan of the read.
         asking: requests that have looked up single keys since the last `poll`.
         ahead: requests in the engine's queue for which no block has been read ahead yet.
-        trusts_no_tier: True after more than `MOST_DISTRUSTED` wrong blocks.
+        trusts_no_tier: True after `distrust` was called for more than `MOST_DISTRUSTED` blocks.
 
     Thread: the scheduler's. Cost: none while no tier is read.
     """
@@ -64,7 +65,8 @@ class Promotion:
     def begin(self, keys: Keys, ctx: RequestContext, wait: TierWait, max_blocks: int | None = None) -> bool:
         """Start to read missing blocks from tiers, if the reads are faster than computing and RAM has room.
 
-        Returns True if the first block must wait for the tier's reads in flight (`SecondaryTier.read_room`).
+        Returns True if nothing was started, because the tier of the first block must first end other reads
+        (`SecondaryTier.read_room`).
 
         Args:
             max_blocks: number of slots that the read may reserve if no other read is in flight; None for up
@@ -88,7 +90,8 @@ class Promotion:
     def request_key(self, key: bytes, ctx: RequestContext, wait: TierWait) -> LookupResult:
         """Queue a single key, and return RETRY. The next `poll` promotes the block or probes for it.
 
-        If no tier can have the block, or the request has waited too long, queues nothing and returns MISS.
+        If no tier can have the block, queues nothing and returns MISS. Also returns MISS if the request has
+        waited too long for blocks.
         """
         keys = self._stack.ram.pack([key])
         for lane in self._stack.lanes:
@@ -105,8 +108,8 @@ class Promotion:
     def result_for(self, keys: Sequence[bytes], wait: TierWait) -> LookupResult:
         """Return the lookup result for blocks that are in tiers.
 
-        The result is RETRY while the request may wait for the blocks, and MISS after its time limit, or if
-        the first block is being read from a tier that was given up.
+        The result is RETRY while the request may wait for the blocks. It is MISS after the time limit of the
+        request, or if the tier from which the first block is being read is stuck (`GuardedTier.is_stuck`).
         """
         if keys[0] in self.promoting and self._stack.lanes[self.promoting[keys[0]][0] - 1].tier.is_stuck:
             return LookupResult.MISS
@@ -153,8 +156,8 @@ class Promotion:
     def distrust(self, keys: Sequence[bytes]) -> bool:
         """Stop reading these blocks until `trust_again` is called.
 
-        If more than `MOST_DISTRUSTED` blocks are distrusted, no block at all is read. Returns True if this
-        call has exceeded that limit.
+        If this call makes the number of distrusted blocks exceed `MOST_DISTRUSTED`, no block at all is read
+        from now on, and the call returns True.
         """
         if self.trusts_no_tier:
             return False
@@ -174,7 +177,7 @@ class Promotion:
         return ~self.is_distrusted(keys)
 
     def is_distrusted(self, keys: Sequence[bytes]) -> Mask:
-        """Return a mask of the blocks that were passed to `distrust`, regardless of `trusts_no_tier`."""
+        """Return a mask of the blocks that were passed to `distrust`. Ignores `trusts_no_tier`."""
         if not self._distrusted:
             return np.zeros(len(keys), np.bool_)
         return np.array([key in self._distrusted for key in keys], np.bool_)
@@ -256,7 +259,7 @@ class Promotion:
         return plan if num_reserved else None
 
     def _read(self, plan: StorePlan, sources: Rows, wait: TierWait) -> None:
-        """Start to read the blocks of a plan. `sources`: index of each block's tier in `stack.lanes`."""
+        """Start to read the blocks of a plan, each from its tier in `sources` (an index in `stack.lanes`)."""
         rows = sorted(set(sources.tolist()))
         # To split a plan costs as much as to read it, so a plan for a single tier stays whole.
         shares = [plan] if len(rows) == 1 else plan.split([np.flatnonzero(sources == row) for row in rows])
@@ -275,7 +278,7 @@ class Promotion:
     def _read_ahead(self) -> None:
         """Start reads for the oldest request in `ahead`, and remove the request from `ahead`.
 
-        Blocks that cannot be read now may be read later, at the request's lookup.
+        The request's lookup may still read the blocks that cannot be read now.
         """
         ctx, wait = next(iter(self.ahead.items()))
         del self.ahead[ctx]
@@ -292,9 +295,9 @@ class Promotion:
     # ---- probes of shared tiers
 
     def _probe(self, keys: Keys, reachable: Mask, wait: TierWait) -> None:
-        """Probe each shared tier for blocks of unknown presence.
+        """Ask each shared tier for the blocks whose presence is unknown.
 
-        The probe of a tier stops at the first block that is certainly missing.
+        A block is useless behind a gap. Therefore a probe ends at the first block that no tier can have.
         """
         for lane, unknown in self._unknown(keys, wait):
             gaps = np.flatnonzero(~(reachable | unknown))
@@ -304,7 +307,7 @@ class Promotion:
                 lane.probe(keys.take(wanted), self._stack.clock())
 
     def _unknown(self, keys: Keys, wait: TierWait) -> list[tuple[TierLane, Mask]]:
-        """Return for each usable shared tier a mask of the blocks whose presence needs a probe."""
+        """Return, for each usable shared tier, a mask of the blocks that only a probe can find."""
         now = self._stack.clock()
         return [
             (lane, lane.tier.unknown(keys, wait.records[lane.row]))

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 _DECAY = 0.95
-"""Decay factor of the sums, applied after each read. With this factor about the last 20 reads count."""
+"""Factor by which each read multiplies the weight of earlier reads, so that about the last 20 reads count."""
 
 
 class ReadSpeed:
     """A read's duration as a linear function of the number of blocks, fitted by least squares.
 
-    The weight of a read decays exponentially with its age. If all reads had the same size, the fixed cost of
-    a read cannot be fitted and is taken as 0.
+    The weight of a read decays exponentially with its age. As long as all reads have had the same size, the
+    fixed part of a read's duration cannot be fitted, and is assumed to be 0.
     """
 
     def __init__(self) -> None:

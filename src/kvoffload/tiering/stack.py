@@ -17,7 +17,7 @@ from kvoffload.tiering.wait import TierWait
 from kvoffload.tiers.contract import GroupedTier, Mask, Memory, SecondaryTier, check_tiers
 
 LONGEST_WAIT_S = 1e9
-"""Limit of a wait for tiers, about 30 years. The operating system refuses longer waits."""
+"""Limit of a wait for tiers, in seconds: about 30 years. The operating system refuses longer waits."""
 
 
 @dataclass(eq=False)
@@ -71,14 +71,13 @@ class TierStack:
         return lane.is_stalled(now, self.deadline_s) or lane.is_failing(now)
 
     def drain(self, until: float) -> bool:
-        """Drain every tier.
-
-        A hanging tier does not stop the others. Returns False if a tier exceeds the deadline.
+        """Drain every tier. Returns False if a tier exceeds the deadline.
 
         First each tier gets an equal share of the time, so that a tier that hangs leaves time for the others.
         Then the slow tiers get the rest.
 
-        `until`: the deadline, a time of `time.monotonic`.
+        Args:
+            until: the deadline, as a time of `time.monotonic`.
         """
         slow = []
         for row, lane in enumerate(self.lanes):
@@ -95,12 +94,15 @@ def _left_s(until: float) -> float:
 
 
 def share_of(max_in_flight: float, capacity_blocks: int) -> int:
-    """Convert the share `max_in_flight` of `capacity_blocks` to a number of blocks, at least 1."""
+    """Convert `max_in_flight`, a share of `capacity_blocks`, to a number of blocks, at least 1."""
     return max(1, int(max_in_flight * capacity_blocks))
 
 
 def check_compute_s(seconds: float | None) -> float | None:
-    """Check the seconds to compute a block, and return them. None is valid. Raises `ConfigError`."""
+    """Return `seconds`, the time to compute a block, if it is valid; otherwise raise `ConfigError`.
+
+    None is valid.
+    """
     if seconds is not None and not finite(seconds) > 0:
         raise ConfigError("recompute_s_per_block", seconds, "allowed: more than 0 seconds, or None")
     return seconds
@@ -113,7 +115,7 @@ def check_stack(
     deadline_s: float,
     max_in_flight: float,
 ) -> None:
-    """Check the arguments of a `TieredManager`. Raises `ConfigError`."""
+    """Raise `ConfigError` if an argument of a `TieredManager` is invalid."""
     if not hasattr(memory, "pool"):
         raise ConfigError("ram", memory, "allowed: a MemoryTier")
     check_tiers(tiers)

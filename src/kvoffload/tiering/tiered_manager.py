@@ -35,36 +35,38 @@ from kvoffload.tiers.contract import Mask, Memory, SecondaryTier, TierStats
 _LOG = logging.getLogger("kvoffload.tiering")
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 _SETTLE_SLICE_S, _SETTLE_PAUSE_S = 0.02, 0.0005
-"""Times of `settle` after a tier has failed to drain: longest drain between two polls, and pause after it."""
+"""After a tier failed to drain, `settle` drains for at most 20 ms between two polls, then pauses 0.5 ms."""
 
 
 class TieredManager:
     """A manager of RAM with tiers behind it, used like an `OffloadingManager`. Call `poll` once a step.
 
-    **Cascade.** A block is offered to every tier when its store is complete. At the end of a request, the
-    request's blocks in RAM are offered again. The tier's admission rule decides which blocks it takes. A
-    block is pinned in RAM while it is written. Blocks for a busy tier are queued; if RAM evicts a queued
-    block before the tier has room, the block is not written. No request waits for a write. If RAM refuses
-    to store a block, the block reaches no tier. RAM's policy refuses blocks only if ``write_cost`` is set.
+    **Cascade.** When the store of a block is complete, the block is offered to every tier. At the end of a
+    request, the request's blocks in RAM are offered again to tiers that lack them. Each tier's policy and
+    admission rule decide which offered blocks the tier writes. During the write, a block is pinned in RAM.
+    Blocks for a busy tier are queued; if RAM evicts a queued block before the tier has room, the block is not
+    written. No request waits for a write. A block that RAM refuses to store reaches no tier. Therefore RAM's
+    policy refuses blocks only if ``write_cost`` is set.
 
     **Promote.** If a looked-up prefix continues in a tier, the manager reserves slots of RAM for the blocks
-    that fit. It then reads and verifies these blocks. Meanwhile `lookup` returns RETRY. Afterwards sound
+    that fit, and reads and verifies these blocks. Until the read ends, `lookup` returns RETRY. Then sound
     blocks are HIT, and failed blocks are MISS. Requests for the same blocks share one read. Neither RAM's
     admission rule nor RAM's policy can refuse a promoted block.
 
-    **Probe.** The manager does not know which blocks are in a shared tier. A lookup sends one probe for the
-    remaining path. Meanwhile `lookup` returns RETRY, for at most the tier's `probe_timeout_s` in all.
+    **Probe.** The manager does not know which blocks a shared tier has. Therefore a lookup sends the tier one
+    probe for the rest of the path. Until the answer arrives, `lookup` returns RETRY, for at most the tier's
+    `probe_timeout_s` in all.
 
     **Slow and failing tiers.**
 
-    - If a read is expected to take longer than computing its blocks, it is shortened or skipped. Every 10 s
-      one read runs in full, as a trial.
+    - If a read is expected to take longer than computing its blocks, the read is shortened or skipped. Every
+      10 s one such read runs in full, as a trial, to measure the tier's speed.
     - If several tiers have a block, it is read from the tier with the shortest expected read. While
       `recompute_s_per_block` is unknown, it is read from the first of these tiers.
-    - A request waits no longer than computing the blocks would take, and no longer than `deadline_s`. After
-      that, `lookup` returns MISS instead of RETRY.
+    - A request waits for blocks no longer than computing them would take, and no longer than `deadline_s`.
+      After that, `lookup` returns MISS instead of RETRY.
     - After three consecutive reads without a sound block, a tier is not read for 10 s.
-    - If a tier's oldest job is older than four deadlines, the tier gets no new jobs until it answers.
+    - If a job has run for more than four times `deadline_s`, its tier gets no new jobs until the job ends.
     - An exception of a tier counts as a miss and as a failure of the tier (`GuardedTier`).
 
     Args:
@@ -158,8 +160,8 @@ class TieredManager:
         See `OffloadingManager.set_tenants`.
 
         When RAM offers a block, the block's tenant in RAM becomes its tenant in the tier. Each tenant
-        therefore needs a quota of RAM, which may be `Quota()`. A block of an earlier run belongs to the first
-        tenant that loads it. Until then it is evicted before other blocks.
+        therefore needs a quota of RAM, which may be `Quota()`. A block that an earlier run wrote belongs to
+        the first tenant that loads it. Until then, the tier evicts this block before other blocks.
 
         Raises: `ConfigError` for an unknown tier, a tenant without a quota of RAM, or a tier without support
         for quotas.
@@ -226,9 +228,10 @@ class TieredManager:
             self._end_if_complete(ctx, wait)
 
     def expect(self, ctx: RequestContext) -> None:
-        """Expect a queued request, see `OffloadingManager.expect`.
+        """Register a request that waits in the engine's queue, see `OffloadingManager.expect`.
 
-        While no other read is in flight, blocks that only tiers have are read ahead.
+        While the request waits, and no other read is in flight, the manager reads the request's blocks that
+        are only in tiers into RAM.
         """
         self.ram_manager.expect(ctx)
         wait = self.waits[ctx]
@@ -236,7 +239,7 @@ class TieredManager:
             self.promotion.ahead[ctx] = wait
 
     def withdraw(self, ctx: RequestContext) -> None:
-        """Stop expecting a request, see `OffloadingManager.withdraw`."""
+        """Report that a request no longer waits in the queue, see `OffloadingManager.withdraw`."""
         self.ram_manager.withdraw(ctx)
         self.promotion.ahead.pop(ctx, None)
 
@@ -255,7 +258,7 @@ class TieredManager:
             self.promotion.ahead.pop(ctx, None)
 
     def distrust(self, keys: Sequence[bytes]) -> None:
-        """Forget these blocks in RAM and on disks, and load them from no tier until a reset.
+        """Forget these blocks in RAM and on disks, and load these blocks from no tier until a reset.
 
         Call this method for blocks whose bytes are wrong although the checksum is valid. Shared servers keep
         such blocks, and other processes may store them again. Therefore this process remembers the keys until
@@ -275,9 +278,9 @@ class TieredManager:
                 self.leave_out_tiers(ctx)
 
     def source_of(self, key: bytes, ctx: RequestContext) -> int:
-        """Return the source of a block: 0 for RAM, or the number of a tier, from 1.
+        """Return the source of a block for this request: 0 for RAM, otherwise the number of a tier, from 1.
 
-        Call it before the block's load is complete; afterwards the source is forgotten.
+        Call this method before the block's load is complete; afterwards the source is forgotten.
         """
         wait = self.waits.get(ctx)
         return wait.came_from.get(key, 0) if wait is not None else 0
@@ -320,8 +323,9 @@ class TieredManager:
     def lookup_key(self, key: bytes, ctx: RequestContext | None = None) -> LookupResult:
         """Look up a block, see `OffloadingManager.lookup_key`.
 
-        Returns RETRY if a tier has the block, or if the block's presence in a shared tier is unknown. The
-        next `poll` starts one promotion and one probe for all such blocks of the request.
+        Returns RETRY if a tier has the block, or if the block's presence in a shared tier is unknown; after
+        the request's time limit, returns MISS. The next `poll` starts one promotion and one probe for all
+        such blocks of the request.
         """
         result = self.ram_manager.lookup_key(key, ctx)
         if result is HIT or ctx is None or not self.lanes:
@@ -338,8 +342,8 @@ class TieredManager:
     def count_misses(self, ctx: RequestContext, start: int, keys: Sequence[bytes] | None = None) -> int:
         """Count blocks that a request will compute, see `OffloadingManager.count_misses`.
 
-        A block that a tier has counts as ``tier_gave_up`` or as ``behind_a_gap``. It is behind a gap if an
-        earlier block of the prefix is neither in RAM nor in a tier.
+        If a tier has a block that the request computes nevertheless, the reason is ``behind_a_gap`` if an
+        earlier block of the prefix is neither in RAM nor in a tier, otherwise ``tier_gave_up``.
         """
         count = self.ram_manager.count_misses(ctx, start, keys)
         wait = self.waits.get(ctx)
@@ -351,14 +355,14 @@ class TieredManager:
         return count
 
     def _given_up(self, keys: Keys, wait: TierWait) -> Mask:
-        """Return a mask of the blocks whose promotion this request no longer awaits."""
+        """Return a mask of the blocks for whose promotion this request no longer waits."""
         late: Collection[bytes] = self.promotion.promoting if wait.gave_up else ()
         if not (late or wait.given_up):
             return np.zeros(len(keys), np.bool_)
         return np.array([key in late or key in wait.given_up for key in keys], np.bool_)
 
     def complete_load(self, plan: LoadPlan, damaged: Sequence[int] | npt.NDArray[np.integer] = ()) -> None:
-        """End a load, see `OffloadingManager.complete_load`, and count its blocks by source."""
+        """End a load, see `OffloadingManager.complete_load`, and add its blocks to `hit_blocks`."""
         self.ram_manager.complete_load(plan, damaged)
         if plan.epoch <= self._void_through:
             return
@@ -423,14 +427,14 @@ class TieredManager:
     def has_jobs(self) -> bool:
         """True if a tier has a job, or will get one in the next `poll`.
 
-        Jobs of a tier that was given up do not count, because they may never end.
+        Jobs of a tier that is stuck (`GuardedTier.is_stuck`) do not count, because they may never end.
         """
         return bool(self.promotion.asking) or any(lane.has_jobs for lane in self.lanes)
 
     def settle(self, timeout_s: float) -> bool:
         """Wait until no job is in flight; return False on time-out. For tests, replays and shutdown.
 
-        Does not wait for the jobs of a tier that was given up and cannot be closed, but returns False.
+        If a tier is stuck (`GuardedTier.is_stuck`), does not wait for the tier's jobs, and returns False.
         """
         until, slice_s = time.monotonic() + timeout_s, timeout_s / 10
         while self.poll():
@@ -456,8 +460,8 @@ class TieredManager:
     def flush(self, timeout_s: float) -> bool:
         """Write each block of RAM to every tier that lacks the block and admits it.
 
-        Call it before a process or a machine stops, so that its blocks can be used again. Returns False on
-        time-out, or if a tier failed to write or dropped some of the blocks.
+        Call this method before a process or a machine stops, so that the blocks can be used after a restart.
+        Returns False on time-out, or if a tier failed to write or dropped some of the blocks.
         """
         until, num_lost = time.monotonic() + timeout_s, self.num_lost()
         self.offer_all()
@@ -479,7 +483,7 @@ class TieredManager:
 
         If `drop_in_flight` is True, the caller promises that its own transfers have ended. The call waits
         twice, each time up to `deadline_s`: first for the tiers' jobs, then until the resets of all tiers are
-        durable. If a job still runs after the first wait, slots in flight stay reserved.
+        durable. If a job of a tier still runs after the first wait, slots in flight stay reserved.
         """
         deadline_s = self._stack.deadline_s
         self.promotion.asking.clear()
@@ -552,13 +556,16 @@ class TieredManager:
         return [lane.tier.stats() for lane in self.lanes]
 
     def num_lost(self) -> int:
-        """Return the number of blocks that tiers have failed to write or read, or have dropped."""
+        """Return the number of blocks that tiers failed to write or read, or dropped.
+
+        Includes blocks that left RAM before a tier could write them (`TieringCounts.not_offered`).
+        """
         return self.counts.not_offered + sum(stats.failed + stats.dropped for stats in self.tier_stats())
 
     # ---- inside
 
     def _end_if_complete(self, ctx: RequestContext, wait: TierWait) -> None:
-        """Report a request's blocks to the tiers if the request has finished and its stores have ended."""
+        """If the request has finished and its stores have ended, offer its blocks, and close its records."""
         if not wait.finished or wait.num_storing:
             return
         del self.waits[ctx]

@@ -44,10 +44,10 @@ def num_worth_reading(
 ) -> int:
     """Return the number of leading blocks to read, so that the read takes no longer than computing.
 
-    Returns the largest such number. A read saves computing the blocks that it reads. It also saves computing
-    blocks in RAM that lie between them or directly behind them, because without the read these would be
-    behind a gap. If no number is fast enough, returns 0, but all blocks if a trial is due
-    (`TierLane.is_trial_due`). If `compute_s` is None, returns all blocks.
+    Returns the largest possible number. A read saves computing the blocks that it reads. It also saves
+    computing blocks in RAM that lie between or directly behind the read blocks, because without the read they
+    would be behind a gap. If reading is too slow for any number, returns 0, but if a trial is due
+    (`TierLane.is_trial_due`), or if `compute_s` is None, returns the number of all blocks.
 
     Args:
         sources: index in `lanes` of the tier from which each block would be read.

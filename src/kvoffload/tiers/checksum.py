@@ -1,10 +1,10 @@
-"""xxh3_64 of many blocks in one call, without the GIL.
+"""The checksums of many blocks in one call, without the GIL. The checksum is the hash xxh3_64.
 
-The results equal the results of the `xxhash` library. Blocks of up to 240 bytes are passed to that library,
-because the algorithm differs for them.
+The results equal the results of the `xxhash` library. Blocks of up to 240 bytes are passed to this library,
+because the algorithm has another case for such short inputs.
 
-A tier of small blocks computes half a million checksums a second, on several threads. One library call for
-each block would cost more than the hashing, and the threads would wait for the GIL.
+A tier of small blocks computes half a million checksums a second, on several threads. If it called the
+library for each block, the calls would cost more than the hashing, and the threads would wait for the GIL.
 
 Source: Collet, xxHash fast digest algorithm, doc/xxhash_spec.md, "XXH3 Algorithm Overview", the case of
 seeded inputs of more than 240 bytes.
@@ -32,7 +32,7 @@ _cgutils: Any = cgutils
 _SHORT_BYTES = 240
 _STRIPE, _STRIPES = 64, 16
 _WORK_WORDS = 32
-"""Words of scratch memory: 24 for the secret of a seed, 8 for the accumulators."""
+"""Scratch memory in words of 8 bytes: 24 words for the secret of a seed, and 8 for the accumulators."""
 
 _SECRET = np.frombuffer(
     bytes.fromhex(

@@ -44,17 +44,18 @@ class Memory(Protocol):
 
 
 class SecondaryTier(ABC):
-    """A store of blocks behind RAM, addressed by key. It may lose blocks at any time.
+    """A medium behind RAM, such as a disk, that stores blocks by key. The tier may lose blocks at any time.
 
-    `SharedTier` is the contract of a store that several machines share. `GroupedTier` is the contract of a
-    store that keeps consecutive blocks together. `StripedTier` combines several tiers.
+    `SharedTier` is the contract of a tier that several machines share. `GroupedTier` is the contract of a
+    tier that keeps consecutive blocks together. `StripedTier` combines several tiers.
 
     Reads and writes are jobs. `submit_read` and `submit_write` return at once, the tier's own threads do the
-    work, and `finished` returns the results. A job owns its rows of the pool from submission to end. If
-    `submit_read` or `submit_write` raises, no job has begun.
+    work, and `finished` returns the results. From submission to end, only the job may use its rows of the
+    pool, which is the caller's memory. If `submit_read` or `submit_write` raises, no job has begun.
 
-    Failures of the medium raise nothing. A block that was not read or written, or has a wrong checksum, is
-    False in the job's result. The tier forgets the block, except after a transient read error such as ENOMEM.
+    A failure of the medium raises no exception. Instead, each block that was not read or written, or that has
+    a wrong checksum, is False in the job's result. The tier forgets these blocks, except after a transient
+    read error such as ENOMEM.
 
     Thread: all methods on the scheduler's thread; only `drain` and `close` wait for the medium. A job does
     not see the effects of jobs that were in flight at its submission.
@@ -73,13 +74,16 @@ class SecondaryTier(ABC):
 
     @abstractmethod
     def begin_request(self, request_id: str) -> object:
-        """Open the tier's record of a request. Repeated lookups of a block in a request count as one use."""
+        """Open the tier's record of a request, and return the record, for later calls.
+
+        Repeated lookups of a block in a request count as one use.
+        """
 
     @abstractmethod
     def finish_request(self, request: object, path: Keys) -> None:
         """Close the record of a request.
 
-        `path`: the blocks that the request used, wherever they came from.
+        `path` has all blocks that the request used, whether computed or loaded from any source.
         """
 
     @abstractmethod
@@ -87,9 +91,10 @@ class SecondaryTier(ABC):
         """Return a mask of the blocks that can be read now. Does no I/O. Cost: one index probe per key."""
 
     def missed(self, keys: Keys) -> None:  # noqa: B027  (for rules that learn the value of blocks)
-        """Record that a lookup did not find these blocks in RAM. This tier may have the blocks or not.
+        """Record, for admission rules, that a lookup did not find these blocks in RAM.
 
-        Callers report the misses of a request before they report its uses, and may report a block
+        This tier may have the blocks or not.
+        Callers report the misses of a request before the uses of the request, and may report a block
         several times.
         """
 
@@ -114,7 +119,7 @@ class SecondaryTier(ABC):
     def read_room(self, keys: Keys) -> int:
         """Return the number of leading `keys` that a read may contain now.
 
-        A read of further blocks would fail at once; read them after the jobs in flight. Does no I/O.
+        A read of further blocks would fail at once; read them when jobs in flight have ended. Does no I/O.
         """
         return len(keys)
 
@@ -160,8 +165,8 @@ class SecondaryTier(ABC):
     def clear(self) -> None:
         """Forget every block. The tier must not serve these blocks after a restart either.
 
-        A shared tier forgets for all machines; each machine notices the reset at its next exchange. Until the
-        server confirms the reset, this process finds no blocks.
+        A shared tier forgets the blocks of all machines; each machine notices the reset at its next exchange
+        with the server. Until the server confirms the reset, this process finds no blocks.
         """
 
     @abstractmethod
@@ -179,12 +184,12 @@ class SecondaryTier(ABC):
 
 
 class SharedTier(SecondaryTier):
-    """A tier that several machines share. Other machines write to it, and its server evicts.
+    """A tier that several machines share: other machines write to its server, and the server evicts blocks.
 
     `contains` reads a presence cache of this process. If the cache lists a block that the server has lost,
     the read is a miss (`JobResult.stale`). `unknown` returns the blocks without an entry in the cache, and
-    `submit_probe` asks the server for blocks. Every job ends in bounded time, even if the network fails.
-    After the end of a job nothing writes to its rows.
+    `submit_probe` asks the server whether it has them. Every job ends in bounded time, even if the network
+    fails. After a job has ended, nothing writes to the job's rows.
 
     Attributes:
         probe_timeout_s: longest duration of a probe, and longest time that a request waits for probes.
@@ -194,9 +199,9 @@ class SharedTier(SecondaryTier):
 
     @abstractmethod
     def unknown(self, keys: Keys, request: object | None = None) -> Mask:
-        """Return a mask of the blocks whose presence needs a probe.
+        """Return a mask of the blocks that have no entry in the presence cache, and therefore need a probe.
 
-        Does no I/O. Cost: one index probe per key.
+        Does no I/O. Cost: one lookup in the presence cache per key.
         """
 
     @abstractmethod
@@ -209,14 +214,13 @@ class SharedTier(SecondaryTier):
 
     @abstractmethod
     def take_changes(self) -> list[tuple[list[bytes], bool]]:
-        """Return the changes since the last call, in order, as (keys, removed).
+        """Return the blocks that were stored or removed since the last call, in order, as (keys, removed).
 
         - ``removed`` False: this process has written the blocks, and the server has confirmed the writes.
         - ``removed`` True: a probe or read found these blocks missing, or the tier no longer tracks them, for
           example after a reset.
 
-        Blocks that other processes wrote are not reported. Changes before the first call are not reported
-        either.
+        Blocks that other processes wrote are not reported, and neither are changes before the first call.
         """
 
 
@@ -240,9 +244,7 @@ class GroupedTier(SecondaryTier):
 
     @abstractmethod
     def cut(self, keys: Keys, room: int) -> int:
-        """Return the number of leading `keys` to offer, at most `room`.
-
-        Avoids a cut inside a group if possible.
+        """Return the number of leading `keys` to offer, at most `room`. If possible, cuts between two groups.
 
         Cost: like `contains`.
         """
@@ -259,8 +261,8 @@ class JobResult(NamedTuple):
         ok: shape ``(n,)``; True for sound blocks of a read, durable blocks of a write, and present blocks of
             a probe.
         seconds: from submission to end, including time in queues.
-        stale: shape ``(n,)``; True for blocks that a shared tier's presence cache listed, but the server had
-            lost. They count neither as failed nor as damaged. None if no block is stale.
+        stale: shape ``(n,)``; True for blocks that a shared tier's presence cache listed, although the server
+            had lost them. They count neither as failed nor as damaged. None if no block is stale.
     """
 
     job: int
@@ -303,7 +305,7 @@ class TierStats:
     probe_hits: int = 0
     """Probed blocks that were present."""
     stale: int = 0
-    """Blocks that a shared tier's presence cache listed, but the server had lost."""
+    """Blocks that a shared tier's presence cache listed, although the server had lost them."""
     timeouts: int = 0
     """Blocks of jobs that exceeded their deadline."""
     skipped: int = 0
@@ -311,7 +313,7 @@ class TierStats:
     circuit_open: int = 0
     """Number of nodes of a shared tier with an open circuit breaker."""
     outages: int = 0
-    """Number of outages of nodes. An outage begins when a circuit breaker that stops reads opens."""
+    """Number of outages, summed over nodes. An outage begins when a node's circuit breaker stops reads."""
     outage_s: float = 0.0
     """Duration of all outages in seconds, summed over nodes. Includes the duration of the failed exchange
     that started each outage.
@@ -327,7 +329,7 @@ class TierStats:
 
 
 def check_tiers(tiers: Sequence[SecondaryTier]) -> None:
-    """Check that each of `tiers` is a tier. Raises `ConfigError`."""
+    """Raise `ConfigError` if `tiers` is not a list of tiers."""
     if not isinstance(tiers, Sequence) or not all(isinstance(tier, SecondaryTier) for tier in tiers):
         raise ConfigError("tiers", tiers, "allowed: a list of tiers, each a SecondaryTier")
 

@@ -1,6 +1,6 @@
-"""Base classes of tiers that divide blocks among member tiers. Each job is split by member.
+"""Base classes of tiers that distribute blocks over member tiers, and split each job by member.
 
-Subclasses assign keys to members.
+Subclasses decide which member gets a key.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _DividedRequest:
 
 @dataclass(eq=False)
 class _DividedJob:
-    """A job that is divided among members. `remaining`: number of members whose part is unfinished."""
+    """A job that is split among members. `remaining` counts the members that have not finished their part."""
 
     number: int
     ok: Mask
@@ -56,7 +56,7 @@ class DividedTier(SecondaryTier, Generic[Member]):
     If a member fails or hangs, its blocks are misses; the blocks of other members are not affected. Members
     must not raise.
 
-    Thread: one, the thread that also calls the members.
+    Thread: one. This thread also calls the members.
     """
 
     def __init__(self) -> None:
@@ -69,12 +69,12 @@ class DividedTier(SecondaryTier, Generic[Member]):
     def members(self) -> Mapping[int, Member]:
         """Return all members by number, including former members that still have jobs in flight.
 
-        Numbers are never reused.
+        A new member never gets the number of a former member.
         """
 
     @abstractmethod
     def shares(self, keys: Keys) -> list[tuple[int, Member, npt.NDArray[np.int64]]]:
-        """Divide a batch of keys; returns (number, member, rows of the batch) for each member with keys."""
+        """Split a batch of keys; returns (number, member, rows of the batch) for each member with keys."""
 
     # ---- requests
 

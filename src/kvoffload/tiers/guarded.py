@@ -48,23 +48,23 @@ class _Failures:
 
 
 class GuardedTier(SharedTier, GroupedTier):
-    """A wrapper that behaves as the wrapped tier, but raises nothing, except errors of `set_tenants`.
+    """A wrapper that passes calls to the wrapped tier, but raises nothing, except errors of `set_tenants`.
 
     The guard has the methods of every kind of tier. If the wrapped tier is not shared, `unknown` is False for
     every block. If the wrapped tier has no groups, the guard reports groups of one block.
 
-    - If a call raises, its blocks are misses, and no job begins (`NO_JOB`). A result that breaks the contract
-      of tiers, such as a mask of another length, counts as an exception.
+    - If a call raises, the call's blocks are misses, and no job begins (`NO_JOB`). A result that breaks the
+      contract of tiers, such as a mask of the wrong length, counts as an exception.
     - After three consecutive failures of one method the guard does not call the tier for 1 s. Each further
-      failure of the method doubles the pause, up to 60 s; a success resets it. Jobs in flight are still
-      collected during a pause.
-    - If `finished` raises, results may be lost. The guard waits 10 s for the jobs in flight. Then it closes
-      the tier for good and reports the jobs as failed. If `close` raises too, the jobs keep their rows, and
-      `finished` repeats `close`, after pauses of 1 to 60 s. The jobs end when `close` succeeds.
+      failure of the method doubles the pause, up to 60 s; a success of the method ends this. During a pause,
+      the results of jobs in flight are still collected.
+    - If `finished` raises, results may be lost. The guard waits 10 s for the jobs in flight. If some have not
+      ended by then, the guard closes the tier for good and reports them as failed. If `close` raises, too,
+      the jobs keep their rows until `close` succeeds; `finished` repeats `close`, after pauses of 1 to 60 s.
     - If `submit_read`, `submit_write` or `submit_probe` returns something else than a new job number, the
       guard closes the tier in the same way, but without the wait.
     - If `clear` raises, the tier may still have blocks from before the reset. The guard then repeats `clear`,
-      for the last time in `close`. Until it succeeds, the guard finds, reads and writes no blocks.
+      for the last time in `close`. Until `clear` succeeds, the guard finds, reads and writes no blocks.
 
     Args:
         tier: any tier. The guard owns it from now on.

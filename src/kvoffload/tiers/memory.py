@@ -67,7 +67,7 @@ class MemoryTier:
         num_slots: at least 1.
         block_bytes: at least 1. Slots start at multiples of 64 bytes.
         verify: keep and check checksums.
-        memory: existing memory of this geometry; None to allocate anonymous memory.
+        memory: existing memory with these slots; None to allocate anonymous memory.
 
     Attributes:
         slot_stride: bytes from one slot to the next.
@@ -81,7 +81,7 @@ class MemoryTier:
 
     Raises:
         ConfigError: the pool is larger than the available memory.
-        IndexError: a slot or row is out of range. Names the first one; nothing has changed.
+        IndexError: a slot or row is out of range. The message names the first one; nothing was changed.
         MisuseError: the tier is closed.
     """
 
@@ -151,10 +151,7 @@ class MemoryTier:
         return sound
 
     def seal(self, keys: Keys, slots: Rows) -> None:
-        """Compute the checksums of the slots for these keys.
-
-        Call it when the copy into the slots has ended.
-        """
+        """Compute the checksums of blocks that the caller has copied into these slots of the pool."""
         checksums, slots = self.checksums, self._checked(keys, slots)
         if checksums is not None:
             checksums[slots] = self._compute(keys, slots)
@@ -224,7 +221,7 @@ class MemoryTier:
 
 
 def slot_stride(block_bytes: int) -> int:
-    """Return the bytes from one slot to the next."""
+    """Return the distance in bytes from one slot to the next: `block_bytes`, rounded up to 64 bytes."""
     return -(-block_bytes // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
 
 

@@ -23,13 +23,14 @@ from kvoffload.tiers.contract import OwnerOf, SecondaryTier, TierStats
 from kvoffload.tiers.write_budget import WriteBudget
 
 MOST_QUOTAS = MAX_TENANTS - 2
-"""Limit of a tier's quotas. Two more tenants are reserved: ``other``, and the owner of earlier blocks."""
+"""Limit of a tier's quotas. Two more tenants are reserved: ``other``, and one for blocks of earlier runs."""
 
 
 class Purse:
-    """Pays for a tier's writes from a write budget that several tiers may share.
+    """A tier's account of its write budget, which several tiers may share.
 
-    Also reports each offer to the tier's admission rule (`Admission.settle`).
+    Charges the budget for the tier's writes, and reports each offer of blocks to the tier's admission rule
+    (`Admission.settle`).
 
     Args:
         manager: the tier's manager.
@@ -54,7 +55,7 @@ class Purse:
     def pay(self, offered: Keys, num_written: int) -> None:
         """Charge the budget for the written blocks of an offer, and report the offer to the admission rule.
 
-        `offered`: the offered blocks that the tier did not have.
+        `offered` has only the blocks that the tier did not have.
         """
         if num_written:
             self.budget.spend(num_written * self._unit_bytes)

@@ -45,7 +45,7 @@ class Difference(NamedTuple):
 
 
 def check_producer_text(field: str, text: object) -> str:
-    """Return `text` if it can identify a producer: not empty, and valid Unicode. Raises `ConfigError`."""
+    """Return `text`, which must identify a producer. Raises `ConfigError` if it is empty or no Unicode."""
     with contextlib.suppress(UnicodeEncodeError):
         if isinstance(text, str) and text.encode():
             return text

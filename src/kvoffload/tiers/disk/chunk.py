@@ -26,9 +26,10 @@ class Chunk:
         index: rows of these blocks in the owner's arrays.
         writes: True for a write, False for a read.
         outcomes: outcome of each block; set before the chunk is delivered.
-        checksums: the expected checksums of a read. A write sets them before the chunk is delivered.
-        stamps: access stamps of written blocks.
-        gate: a write may start when this many removals are durable (`Committer.remove`).
+        checksums: for a read, the expected checksums. A write computes the checksums, and sets them before
+            the chunk is delivered.
+        stamps: for a write, the access stamp of each block. Later uses of blocks get greater stamps.
+        gate: number of removals that must be durable before a write may start (`Committer.remove`).
         written_at_s: time of the write, in seconds since 1970.
     """
 

@@ -4,7 +4,7 @@ Owns the order of operations on which the guarantees after a crash depend:
 
 1. A slot is written only after the removal of its former block is durable.
 2. A block's entry is appended to the journal only after the block's data are durable.
-3. A write is reported only after the block's entry is durable.
+3. A write is reported as finished only after the block's entry is durable.
 
 While batches follow each other, one sync serves two of them: it makes the entries of the first batch durable,
 and the data of the next batch.
@@ -29,7 +29,7 @@ from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
 COMMIT_INTERVAL_S = 0.002
 """Shortest pause between two commits while writes are in progress, in seconds. A shorter pause would waste
-the log, because each commit fills at least one page."""
+space in the log, because each commit fills at least one page."""
 COMMIT_PACE = 32
 """Pause between two commits, as a multiple of the last commit's duration. The pause keeps syncs, which delay
 all other writes, to a small part of the time.
@@ -141,9 +141,9 @@ class Committer:
             self._wake.notify()
 
     def access(self, slots: SlabSlots, stamps: Stamps) -> None:
-        """Queue accesses for the next commit. `slots`: slot numbers, some with the flag `REUSE`.
+        """Queue accesses for the next commit; drop them if too many are queued, or if the journal is broken.
 
-        Drops the accesses if too many are queued, or if the journal is broken.
+        Each element of `slots` is a slot number, with the flag `REUSE` if the access counts as a use.
         """
         with self.lock:
             if self.broken or self._num_accesses + len(slots) > MAX_PENDING_ACCESSES:
@@ -239,8 +239,8 @@ class Committer:
     def _commit(self) -> None:
         """Sync the newest batch's data, then append its entries.
 
-        If another batch waits, the sync of that batch makes these entries durable, too. Otherwise a second
-        sync follows.
+        If another batch waits, the sync of its data makes the entries of this batch durable, too. Otherwise a
+        second sync follows.
         """
         *earlier, batch = self._in_flight
         if batch.chunks or earlier:

@@ -66,8 +66,8 @@ _MAX_REFUSED = 1 << 16
 
 _NO_GENERATIONS = np.empty(0, np.uint64)
 _LATEST_NS = MAX_NUMBER - (1 << 60)
-"""Upper limit of the first generation of a slab. The first generation is the time in nanoseconds since 1970.
-The limit leaves 2^60 generations even if the clock is centuries ahead."""
+"""When a tier is opened, its generations go on from the present time in nanoseconds since 1970, but at most
+from this limit. The limit leaves 2^60 generations even if the clock is centuries ahead."""
 _MOST_THREADS = 1024
 _MEMORY_PER_BLOCK = 210
 
@@ -116,10 +116,10 @@ class DiskTier(ManagedTier):
     In addition to the contract of `SecondaryTier`, this tier guarantees:
 
     - A write is reported as finished only when its blocks survive a power loss.
-    - After a crash at any instant, the tier opens with every block whose write was reported, except evicted
-      and removed blocks. The order of the blocks in the tier's policy is restored.
-    - A block is served only if key, producer, length, generation and checksum match its write. Any other
-      block is forgotten and counted.
+    - After a crash at any instant, the tier opens with every block whose write was reported as finished,
+      except evicted and removed blocks. The order of the blocks in the tier's policy is restored.
+    - A block is served only if its key, producer, length, generation and checksum are as they were written.
+      Any other block is forgotten and counted.
 
     The guarantees hold on every file system that keeps synced data; see docs/formats.md. For several disks
     use a `StripedTier` of disk tiers.
@@ -142,7 +142,7 @@ class DiskTier(ManagedTier):
     Memory: 210 bytes a block; 4 MiB a thread unless blocks are whole pages.
 
     Raises:
-        ConfigError: impossible options.
+        ConfigError: an option is invalid.
         UnavailableError: the directory is full, unreadable, or open in another process.
         MisuseError: the tier is closed, or was opened before this process was forked.
     """
@@ -527,7 +527,7 @@ class DiskTier(ManagedTier):
         self._forget(plan.slots[bad])
 
     def _may_retry(self, job: Job, row: int) -> bool:
-        """Return True if the system refused this read, and first did so less than `REFUSED_READS_S` ago."""
+        """Return True to keep a block: the system refuses its read, but for less than `REFUSED_READS_S`."""
         generation = int(job.generations[row])
         if job.outcomes[row] != REFUSED:
             self._refused.pop(generation, None)

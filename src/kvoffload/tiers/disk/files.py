@@ -25,7 +25,7 @@ PAGE_BYTES = 4096
 
 
 class Files:
-    """System calls of the disk tier. Raises: `OSError`. Thread: any, several at a time."""
+    """System calls of the disk tier. A call that fails raises `OSError`. Thread: any, several at a time."""
 
     def time_s(self) -> float:
         """Return seconds since 1970."""

@@ -196,7 +196,7 @@ def verify(
 
 
 def compact(slab: Slab, recovered: Recovered) -> None:
-    """Write a new checkpoint of the readable blocks, and clear the log. Raises `OSError`."""
+    """Write a new checkpoint of the readable blocks, and clear the log. Raises `OSError` if this fails."""
     Journal(slab, recovered).checkpoint(recovered.contents)
     # Zeros make unreadable pages of the log readable again.
     slab.write_zeros(slab.layout.log_offset, slab.layout.slots_offset)

@@ -40,7 +40,7 @@ class Journal:
 
     Args:
         recovered: the result of `recover(slab)`. If the journal is damaged or was corrected, the constructor
-            writes a checkpoint and starts a new epoch. Later readers then cannot mix old and new groups.
+            writes a checkpoint and starts a new epoch, so that later readers cannot mix old and new groups.
 
     Attributes:
         damaged: number of unreadable parts of the journal.
@@ -107,12 +107,12 @@ class Journal:
         self._epoch, self._sequence, self._at = epoch, 0, 0
 
     def sync(self) -> None:
-        """Make all groups and data written so far durable. Raises `OSError`."""
+        """Make all groups and data that were written so far durable. Raises `OSError` if this fails."""
         self._slab.sync()
 
 
 def write_checkpoint(slab: Slab, layout: Layout, epoch: int, contents: Contents) -> None:
-    """Write `contents` as the durable checkpoint of `epoch`, at its offset in `layout`. Raises `OSError`."""
+    """Write `contents` durably as the checkpoint of `epoch`, where `layout` has this checkpoint."""
     slab_id = slab.identity.slab_id
     start, slots = layout.checkpoint_offset(epoch), contents.slots()
     memory = aligned(layout.checkpoint_group_bytes)

@@ -24,8 +24,8 @@ from kvoffload.tiers.rate_limited_log import RateLimitedLog
 LOCK_NAME = "kvoffload.lock"
 
 LOCK_WAIT_S = 30.0
-"""Longest wait of a tier, in seconds. A killed process keeps its locks until the system has released its
-memory, which takes seconds for hundreds of pinned GiB."""
+"""Longest wait of a tier for the lock of its directory, in seconds. A killed process keeps its locks until
+the system has released its memory, which takes seconds for hundreds of pinned GiB."""
 
 _RETRY_S = 0.25
 
@@ -40,8 +40,8 @@ class DirectoryLock:
     """A lock of a directory, held from construction to `release`.
 
     While another process holds the lock, the constructor logs one line and waits. If this process itself
-    holds the lock, the constructor fails at once: the waiting thread may be the thread that must release the
-    lock.
+    holds the lock, the constructor fails at once, because the thread that waits could be the thread that must
+    release the lock.
 
     Args:
         wait_s: longest wait in seconds; 0 for a single attempt.
@@ -89,7 +89,7 @@ class DirectoryLock:
     def include(self, path: Path) -> None:
         """Lock a file of the directory, too: a hard link in another directory may lead to the same file.
 
-        Raises: `OSError`.
+        Raises: `OSError` if the file cannot be opened, or another process has locked it.
         """
         self._fds.append(lock_file(path))
 
@@ -138,7 +138,8 @@ class DirectoryLock:
 def locked_for_reading(slab: Path) -> Iterator[None]:
     """Hold shared locks that keep writers away from a slab, in a directory that cannot be written.
 
-    A read-only directory can have a writer: a file system may be mounted twice, once of them read-only.
+    The locks are needed because a read-only directory can have a writer: its file system may be mounted
+    twice, and only one of the mounts is read-only.
 
     Raises: `UnavailableError` if a process has the directory open; `OSError`.
     """
@@ -158,9 +159,10 @@ def is_writable(directory: Path) -> bool:
 
 
 def lock_file(path: Path, *, shared: bool = False) -> int:
-    """Lock a file without waiting; returns the descriptor for `unlock_file`. Raises `OSError`.
+    """Lock a file without waiting; returns the descriptor for `unlock_file`.
 
-    With `shared`, the file is opened for reading, and several processes can hold the lock.
+    If `shared` is True, the file is opened for reading, and several processes can hold the lock. Raises
+    `OSError` if the file cannot be opened, or another process has locked it.
     """
     flags, kind = (os.O_RDONLY, fcntl.LOCK_SH) if shared else (os.O_RDWR, fcntl.LOCK_EX)
     fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)

@@ -80,7 +80,7 @@ class Pipeline:
     def drain(self, timeout_s: float | None) -> bool:
         """Wait until all chunks have ended and all changes are durable; returns False on time-out.
 
-        `timeout_s`: longest wait in seconds; None for no limit.
+        If `timeout_s` is None, the wait has no limit.
         """
         with self._lock:
             self._committer.flush(True)
@@ -94,7 +94,7 @@ class Pipeline:
     def close(self, timeout_s: float | None) -> bool:
         """Drain, and end the threads. Returns False if a thread still runs, for example in a hanging call.
 
-        `timeout_s`: longest wait in seconds; None for no limit.
+        If `timeout_s` is None, the wait has no limit.
         """
         deadline = time.monotonic() + (threading.TIMEOUT_MAX if timeout_s is None else timeout_s)
         if not self._stopping:

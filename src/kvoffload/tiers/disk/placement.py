@@ -58,10 +58,12 @@ class Placement:
         self._withheld, self._beyond = np.empty(0, np.int32), np.empty(0, np.int64)
 
     def restore(self, contents: Contents, manager: OffloadingManager) -> SlabSlots:
-        """Store the recovered blocks in an empty manager; return the slab's slots of blocks that do not fit.
+        """Store the recovered blocks in an empty manager.
 
-        Stores the blocks in the order of their writes, then reports the uses in the order of use. In this way
-        every policy restores its order, by insertion or by use.
+        Returns the slab's slots whose blocks the manager has no room for.
+
+        Stores the blocks in the order of their writes, then reports the uses in the order of use. Therefore
+        each policy restores its order, whether it orders blocks by insertion or by use.
         """
         newest, num_blocks = contents.newest_slots(), len(self._place)
         # Only a damaged journal has more blocks than fit.

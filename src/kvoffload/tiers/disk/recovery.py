@@ -1,4 +1,4 @@
-"""Recovery of a journal: reads the newest complete checkpoint and the later log. Writes nothing.
+"""Recovery of a journal: reads the newest complete checkpoint, then the log after it. Writes nothing.
 
 A group records what happened to slots: emptied, written, used. Later records of a slot replace earlier
 records. If a group is lost, the recovered state of its slots is the state before that group. Such an outdated
@@ -51,13 +51,13 @@ class Contents:
     """Metadata of the blocks in a slab, in flat arrays indexed by slot. Invalid blocks are left out.
 
     Attributes:
-        generation: generation of the block; 0 marks an empty slot.
+        generation: number of the block's write, which is greater for each later write; 0 marks an empty slot.
         stamp: access stamp of the last use; later uses have greater stamps.
         uses: number of uses since the write.
         written_at_s: time of the write, in seconds since 1970.
         checksum: checksum over header and bytes.
         words: key, packed as in `Keys`.
-        last_generation: greatest generation ever, including removed blocks.
+        last_generation: greatest generation of any block ever written, including removed blocks.
         written: number of written blocks, including removed blocks, by hour since 1970.
     """
 
@@ -201,7 +201,7 @@ class Recovered:
 
 
 def recover(slab: Slab, progress: Progress | None = None, *, salvage: bool = False) -> Recovered:
-    """Read the journal of a slab. Damage is counted; it raises no error.
+    """Read the journal of a slab. Damage is counted, and raises no error.
 
     Args:
         progress: called after each 16 MiB of the checkpoint, and at the end.

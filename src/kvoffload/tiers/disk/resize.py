@@ -50,8 +50,8 @@ def resize(slab: Slab, recovered: Recovered, target: Layout, capacity_bytes: int
 def rearrange(slab: Slab, recovered: Recovered, first: int, end: int, num_blocks: int) -> Recovered:
     """Keep only the `num_blocks` most recently used blocks, all in slots `first` to ``end - 1``.
 
-    Returns the slab's new contents. Kept blocks outside of this range are copied into its free slots. All
-    changes are durable on return. A block on a bad sector is lost.
+    Returns the slab's new contents. Kept blocks outside of this range are copied into free slots of the
+    range. All changes are durable on return. A block on a bad sector is lost.
 
     Raises:
         OSError: the journal cannot be written, or the system refuses a read (ENOMEM, ESTALE). The slab

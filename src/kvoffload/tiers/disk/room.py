@@ -41,7 +41,7 @@ class Room:
     def make(self, num_bytes: int) -> bool:
         """Shrink the first of the other slabs by at least `num_bytes`, or delete it.
 
-        Returns False if there is no other slab. Raises: `OSError`.
+        Returns False if there is no other slab. Raises: `OSError` from the function `shrink`.
         """
         if not self._other_sizes:
             return False

@@ -1,6 +1,6 @@
 """A slab: a file of slots of one size, read and written in runs of consecutive slots.
 
-Owns the file and verifies blocks. The journal and the tier own the metadata. They decide when a slot may be
+Owns the file and verifies blocks. The journal and the tier own the metadata, and decide when a slot may be
 overwritten.
 """
 
@@ -81,7 +81,8 @@ class Slab:
     The file may be shorter than the layout if slabs of other producers share the directory. A write to a slot
     beyond the end of the file makes the file grow.
 
-    A failed read or write of a block is an outcome, no exception. `sync` and `write_pages` raise `OSError`.
+    If the read or write of a block fails, the call raises nothing and returns the failure as the block's
+    outcome. `sync` and `write_pages` raise `OSError`.
 
     Thread: any. Concurrent calls must use different slots, and each thread must have its own `Scratch`.
 
@@ -116,7 +117,7 @@ class Slab:
         log: RateLimitedLog,
         room: Room | None = None,
     ) -> Slab:
-        """Create a slab and reserve its space. Raises `UnavailableError`.
+        """Create a slab and reserve its space. Raises `UnavailableError` if this fails.
 
         The complete file is renamed to `path`. A crash before the rename leaves a file with suffix ``.new``.
         """
@@ -216,7 +217,7 @@ class Slab:
                 raise _no_room()
 
     def reserve(self, num_slots: int) -> None:
-        """Extend the file to at least `num_slots` slots, or to the limit of `room` if the disk has space.
+        """Extend the file to the limit of `room`, or, if the disk lacks the space, to `num_slots` slots.
 
         Shrinks other slabs of the directory if `num_slots` slots do not fit otherwise. If the file does not
         reach the limit, `may_grow` is False for a while. Raises `OSError`.
@@ -245,7 +246,7 @@ class Slab:
     def lengthen_to(self, num_bytes: int) -> bool:
         """Extend the file to `num_bytes`. If the disk is full, returns False and leaves the file unchanged.
 
-        Raises `OSError`.
+        Any other failure raises `OSError`.
         """
         before = self.file_bytes
         if num_bytes <= before:
@@ -431,7 +432,7 @@ class Slab:
         return void_before(self._superblock)
 
     def void(self, generation: int) -> None:
-        """Invalidate blocks with a lower generation, and delete the slabs of other producers.
+        """Invalidate blocks with a generation below `generation`, and delete the slabs of other producers.
 
         Durable on return, even if one superblock is damaged later. Raises `OSError` if another slab cannot be
         deleted, or neither superblock can be written.

@@ -1,7 +1,7 @@
 """A directory of slabs, one for each producer. One process at a time has the directory open.
 
-Owns the names of slabs, and decides which slab shrinks to make space for another slab. A slab stays for the
-next start of its producer. All slabs together take at most the capacity.
+Owns the names of slabs, and decides which slab shrinks to make space for another slab. A slab stays in the
+directory for the next start of its producer. All slabs together take at most the capacity.
 """
 
 from __future__ import annotations

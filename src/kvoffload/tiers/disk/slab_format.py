@@ -31,8 +31,8 @@ from kvoffload.tiers.producer_text import pack, unpack
 FORMAT_VERSION = 4
 LOG, CHECKPOINT = 1, 2
 REUSE = np.uint32(1 << 31)
-"""Flag in the slot number of an access. An access with the flag counts as a use of the block. An access
-without the flag changes only the order of the blocks in the policy."""
+"""Flag in the slot number of an access record: the access counts as a use of the block. Without the flag, the
+access changes only the order of the blocks in the policy, because the request itself wrote the block."""
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Records: TypeAlias = npt.NDArray[Any]
@@ -57,7 +57,7 @@ MAX_NUMBER = 1 << 62
 A greater number can only come from damage, and would overflow.
 """
 MAX_HOURS = 48
-"""Number of hours for which a checkpoint counts the written blocks: a day and a margin."""
+"""Number of hours for which a checkpoint counts the written blocks. Write budgets need the last 24 hours."""
 
 
 class Identity(NamedTuple):
@@ -86,8 +86,8 @@ def encode_superblock(
 
     Args:
         void_before: blocks with a lower generation are invalid.
-        revision: number of this superblock's version. If both copies are sound, the copy with the higher
-            revision is valid.
+        revision: number that increases with each change of the superblock. If both copies are sound, the
+            copy with the higher revision is valid.
     """
     text = pack(identity.text)
     page, fields = _page(SUPERBLOCK)

@@ -34,8 +34,8 @@ GROUP = record_type(
     "kind:<u4 num_removed:<u4 num_entries:<u4 num_accessed:<u4"
 )
 ACCESS = record_type("slot:<u4 after:<u4")
-"""An access to a slot. `slot`: slot number, with flag `REUSE` if the access counts as a use. `after`: access
-stamp minus the group's first stamp."""
+"""Journal record of an access to a block. The field ``slot`` is the slot number, with the flag `REUSE` if the
+access counts as a use. The field ``after`` is the access stamp minus the group's first stamp."""
 
 
 @functools.cache
@@ -93,7 +93,7 @@ class Layout:
 
     @classmethod
     def within(cls, capacity_bytes: int, block_bytes: int, key_bytes: int) -> Layout:
-        """Return the largest layout that fits in `capacity_bytes`. Raises `ConfigError`."""
+        """Return the largest layout that fits in `capacity_bytes`. Raises `ConfigError` if no block fits."""
         block_bytes = check_integer("block_bytes", block_bytes, MAX_BLOCK_BYTES)
         key_bytes = check_integer("key_bytes", key_bytes, MAX_KEY_BYTES)
         capacity_bytes = check_integer("capacity_bytes", capacity_bytes, MAX_CAPACITY_BYTES, 0)
@@ -222,7 +222,7 @@ class Layout:
 
         If the slots need a longer journal, the new journal takes the space of the first slots. Until the new
         journal is written, the old one is kept behind the last slot. If the capacity has no space there, the
-        journal does not change, and its length limits the number of slots.
+        journal stays as it is, and the journal's length limits the number of slots.
         """
         room = (capacity_bytes - LOCK_FILE_BYTES - self.origin) // self.slot_bytes
         end = min(MAX_SLOTS, max(0, room))

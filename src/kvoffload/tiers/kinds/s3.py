@@ -69,7 +69,9 @@ Price: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
 
 @dataclass(frozen=True, kw_only=True)
 class S3Options(SharedTierOptions):
-    """A bucket of Amazon S3 or of a compatible server. A lifecycle rule of the bucket expires blocks.
+    """Options of a tier in a bucket of Amazon S3 or of a compatible server.
+
+    The tier does not evict blocks: a lifecycle rule of the bucket must expire them.
 
     Attributes:
         url: the bucket, and the prefix of all object names. An access rule can restrict a user to the prefix.

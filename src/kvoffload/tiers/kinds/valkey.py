@@ -56,7 +56,7 @@ URL: TypeAlias = Annotated[str, _URLParser()]
 
 @dataclass(frozen=True, kw_only=True)
 class ValkeyOptions(SharedTierOptions):
-    """A server that speaks RESP2, or a cluster.
+    """Options of a tier on a server that speaks RESP2, such as Valkey, or on a cluster of such servers.
 
     The server must evict blocks itself: set its ``maxmemory-policy`` to ``allkeys-lru``.
 
@@ -113,7 +113,7 @@ class ValkeyOptions(SharedTierOptions):
     def connector(self, silence_s: float = math.inf) -> Connector:
         """Return a new connector with the present login. `silence_s` is an argument of `Connector`.
 
-        Raises: `ConfigError`.
+        Raises: `ConfigError` if the password or the files for TLS cannot be used.
         """
         tls, tls_files = None, (self.ca, self.cert, self.cert_key)
         if parse_url(self.url).has_tls:

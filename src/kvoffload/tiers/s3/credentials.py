@@ -46,7 +46,10 @@ def make_signer(url: str, bucket: str, region: str, endpoint: str, credentials_f
 
 
 def keys_in(path: str) -> dict[str, str]:
-    """Read the keys from a file in the format of ``~/.aws/credentials``. Raises `ConfigError`."""
+    """Read the keys from a file in the format of ``~/.aws/credentials``.
+
+    Raises: `ConfigError` if the file cannot be read or has no keys.
+    """
     parser = configparser.ConfigParser(interpolation=None)
     try:
         with open(path) as file:

@@ -36,14 +36,12 @@ class Host:
         self._addresses = addresses or Addresses()
 
     async def connect(self, within_s: float) -> HttpConnection:
-        """Connect to the first address that accepts a connection.
-
-        The addresses are tried one after the other.
+        """Try the host's addresses one after the other, and connect to the first that accepts.
 
         Args:
             within_s: time limit in seconds for all addresses together. Name resolution is not included.
 
-        Raises: `OSError`.
+        Raises: `OSError` if the name cannot be resolved, or no address accepts in time.
         """
         while not (addresses := self._addresses.known(self.host, self.port)):
             await asyncio.sleep(_POLL_S)

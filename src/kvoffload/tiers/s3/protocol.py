@@ -69,7 +69,7 @@ def s3_tier(
 
 
 def epoch_name(namespace: str, producer: bytes) -> bytes:
-    """Return the name of the epoch's object. Lifecycle rules for blocks must not match this name."""
+    """Return the name of the object with the epoch. Lifecycle rules that expire blocks must not match it."""
     return f"{namespace}/{FORMAT}/epochs/{producer.hex()}".encode()
 
 

@@ -39,7 +39,7 @@ class Signed(NamedTuple):
 
 
 async def _on_a_thread(call: Callable[[], str]) -> str:
-    """Run `call` on a daemon thread, so that a deadline can abandon it: it may wait for the network.
+    """Run `call`, which may wait for the network, on a daemon thread, so that a deadline can abandon it.
 
     obstore's `sign_async` is not used: of 25 processes that called it shortly before they ended, 2 crashed.
     """

@@ -22,7 +22,7 @@ that requires a certificate and gets none reports a handshake failure."""
 
 
 def certificate_refusal(error: BaseException, ca: str, url: str) -> str | None:
-    """Return why the server's certificate is refused, with the remedy; None for any other error.
+    """Return why this client refused the server's certificate, with the remedy; None for any other `error`.
 
     Args:
         ca: name of the setting with the CA's certificate.
@@ -39,7 +39,7 @@ def certificate_refusal(error: BaseException, ca: str, url: str) -> str | None:
 
 
 def client_certificate_refusal(error: BaseException, cert: str) -> str | None:
-    """Return the server's reason to refuse this client's certificate, with the remedy; None for other errors.
+    """Return why the server refused this client's certificate, with the remedy; None for any other `error`.
 
     Args:
         cert: names of the settings for the client's certificate.

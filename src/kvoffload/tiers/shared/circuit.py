@@ -50,7 +50,7 @@ class CircuitBreaker:
 
     @property
     def is_open(self) -> bool:
-        """True while the breaker is open or half open. Nothing but an attempt may be sent then."""
+        """True while the breaker is open or half open. Then only an attempt, after the pause, may be sent."""
         return self.next_attempt is not None
 
     @property
@@ -71,8 +71,8 @@ class CircuitBreaker:
     def failed(self) -> None:
         """Count a failed call. The third consecutive failure opens the breaker.
 
-        A failure of a half-open breaker opens it again. Failures during a pause do not lengthen the pause,
-        because these calls were sent before.
+        If the breaker is half open, a failure opens it again. Failures during a pause do not lengthen the
+        pause, because the failed calls were sent before it.
         """
         self._num_failures += 1
         if self._num_failures >= _FAILURES and (not self.is_open or self.may_attempt):
@@ -87,7 +87,7 @@ class CircuitBreaker:
 class Breakers:
     """Circuit breakers of a server: one for the server, and one for each type of operation.
 
-    - Three consecutive failures of any types open the server's breaker. A handshake closes it.
+    - Three consecutive failures of operations of any type open the server's breaker. A handshake closes it.
     - Three consecutive failures of one type open the type's breaker. Only an operation of the type closes it.
 
     The server's breaker alone would not suffice: a server may answer handshakes but hang when it must send
