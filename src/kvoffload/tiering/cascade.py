@@ -131,8 +131,8 @@ class Cascade:
     def _offer_waiting(self, lane: TierLane) -> None:
         """Remove the oldest blocks from a tier's queue, and offer the blocks that are still in RAM.
 
-        Makes one offer in each call, and does not repeat it until the tier is full: a closed tier accepts no
-        block, so that a loop would offer, and lose, the whole queue.
+        Makes one offer in each call, instead of a loop until the tier is full: a closed tier accepts no block
+        and is never full, so that a loop would offer, and lose, the whole queue.
         """
         if (room := min(self._room(lane), len(lane.waiting))) == 0:
             return

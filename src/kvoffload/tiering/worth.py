@@ -46,8 +46,8 @@ def num_worth_reading(
 
     Returns the largest possible number. A read saves computing the blocks that it reads. It also saves
     computing blocks in RAM that lie between or directly behind the read blocks, because without the read they
-    would be behind a gap. If reading is too slow for any number, returns 0, but if a trial is due
-    (`TierLane.is_trial_due`), or if `compute_s` is None, returns the number of all blocks.
+    would be behind a gap. If there is no such number, returns 0, except when a trial is due
+    (`TierLane.is_trial_due`). Then, and if `compute_s` is None, returns the number of all blocks.
 
     Args:
         sources: index in `lanes` of the tier from which each block would be read.

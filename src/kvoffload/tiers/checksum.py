@@ -1,7 +1,7 @@
 """The checksums of many blocks in one call, without the GIL. The checksum is the hash xxh3_64.
 
 The results equal the results of the `xxhash` library. Blocks of up to 240 bytes are passed to this library,
-because the algorithm has another case for such short inputs.
+because the algorithm hashes short inputs in another way.
 
 A tier of small blocks computes half a million checksums a second, on several threads. If it called the
 library for each block, the calls would cost more than the hashing, and the threads would wait for the GIL.

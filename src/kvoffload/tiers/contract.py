@@ -93,9 +93,8 @@ class SecondaryTier(ABC):
     def missed(self, keys: Keys) -> None:  # noqa: B027  (for rules that learn the value of blocks)
         """Record, for admission rules, that a lookup did not find these blocks in RAM.
 
-        This tier may have the blocks or not.
-        Callers report the misses of a request before the uses of the request, and may report a block
-        several times.
+        This tier may have the blocks or not. Callers report the misses of a request before the uses of the
+        request, and may report a block several times.
         """
 
     def set_tenants(self, quotas: Mapping[str, Quota], owner_of: OwnerOf) -> None:
@@ -337,7 +336,7 @@ def check_tiers(tiers: Sequence[SecondaryTier]) -> None:
 def checked_rows(keys: Keys, pool: Blocks, rows: Rows, block_bytes: int) -> npt.NDArray[np.int64]:
     """Check the rows of a job against its pool and keys; returns a copy, because the job outlives the call.
 
-    Raises: `ValueError` or `IndexError`.
+    Raises: `ValueError` or `IndexError` if a check fails.
     """
     if pool.ndim != 2 or pool.dtype.itemsize != 1:
         raise ValueError(

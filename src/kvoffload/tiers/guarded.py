@@ -1,4 +1,4 @@
-"""A wrapper of any tier that turns exceptions into misses and counts them.
+"""A wrapper of any tier that counts the tier's exceptions, and turns them into misses.
 
 Owns the back-off from a failing tier. Ends the jobs of a tier that does not report results.
 """

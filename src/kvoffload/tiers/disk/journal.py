@@ -35,7 +35,7 @@ MAX_GROUP_BYTES = 1024 * 1024
 class Journal:
     """Appends groups to the log of an open slab, as the log's only writer.
 
-    Thread: one at a time. `append`, `checkpoint` and `sync` raise `OSError`. The state of the medium is then
+    Thread: one at a time. If `append`, `checkpoint` or `sync` raises `OSError`, the state of the medium is
     unknown, and the caller must not append again.
 
     Args:

@@ -141,7 +141,7 @@ def locked_for_reading(slab: Path) -> Iterator[None]:
     The locks are needed because a read-only directory can have a writer: its file system may be mounted
     twice, and only one of the mounts is read-only.
 
-    Raises: `UnavailableError` if a process has the directory open; `OSError`.
+    Raises: `UnavailableError` if a process has the directory open; `OSError` if a file cannot be locked.
     """
     if owner := owner_of(slab.parent):
         raise UnavailableError("path", str(slab.parent), f"process {owner} has it open")

@@ -1,8 +1,8 @@
 """The mapping from the manager's slots to the slab's slots, called *places*. Owns the metadata of each block.
 
 The slab has more places than the manager has slots; the difference is the *reserve*. A write gets the places
-that have been empty longest. In this way it need not wait until the removal of evicted blocks is durable.
-Does no I/O.
+that have been empty longest, so that it need not wait until the removal of evicted blocks is durable. Does no
+I/O.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ def read_in_chunks(
 ) -> Iterator[tuple[Positions, Keys, Outcomes, Blocks]]:
     """Read and verify the blocks in `slots`; yields slots, keys, outcomes and bytes, a few blocks at a time.
 
-    The memory of the bytes is reused.
+    The yielded bytes are valid until the next iteration, which reuses their memory.
     """
     layout, scratch, step = slab.layout, Scratch(slab), slab.chunk_blocks
     pool = aligned(step * layout.slot_bytes).reshape(step, -1)[:, : layout.block_bytes]

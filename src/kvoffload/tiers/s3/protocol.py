@@ -229,8 +229,8 @@ class _BlockReceiver:
             begin: position of the first received block in the object.
             received: shape ``(n, bytes of header and block)``.
 
-        Raises: `TimeoutError` after the deadline, without a copy: the read's job may have ended at the
-            deadline, so that its rows may hold other blocks now.
+        Raises: `TimeoutError` after the deadline, before anything is copied: the read's job may have ended at
+            the deadline, so that its rows may hold other blocks now.
         """
         read, group = self._read, self._part
         if time.monotonic() >= read.deadline:

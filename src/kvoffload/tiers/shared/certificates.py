@@ -25,8 +25,8 @@ def certificate_refusal(error: BaseException, ca: str, url: str) -> str | None:
     """Return why this client refused the server's certificate, with the remedy; None for any other `error`.
 
     Args:
-        ca: name of the setting with the CA's certificate.
-        url: name of the option with the server's host name.
+        ca: name of the setting with the CA's certificate, for the text.
+        url: name of the option with the server's host name, for the text.
     """
     if not isinstance(error, CertificateError):
         return None
@@ -42,7 +42,7 @@ def client_certificate_refusal(error: BaseException, cert: str) -> str | None:
     """Return why the server refused this client's certificate, with the remedy; None for any other `error`.
 
     Args:
-        cert: names of the settings for the client's certificate.
+        cert: names of the settings for the client's certificate, for the text.
     """
     alert = _ALERT.search(error.reason or "") if isinstance(error, SSLError) else None
     if alert is None:

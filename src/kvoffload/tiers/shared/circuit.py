@@ -22,9 +22,9 @@ that a recovered server is used within 5 s."""
 class CircuitBreaker:
     """A circuit breaker. Three consecutive failures open it for a pause, in which no calls are sent.
 
-    After the pause the breaker is half open, and one attempt is sent. Success closes the breaker; failure
-    opens it again. No request waits for an attempt. The first pause is one second, and each further pause is
-    twice as long. Jitter keeps machines from retrying at the same instant.
+    After the pause the breaker is half open, and one call, the attempt, is sent. Success closes the breaker;
+    failure opens it again. No request waits for an attempt. The first pause is one second, and each further
+    pause is twice as long. Jitter keeps machines from retrying at the same instant.
 
     Args:
         clock: monotonic seconds.
