@@ -1,6 +1,6 @@
 """Exceptions of the package.
 
-The failure of a disk, device or network is not an exception: calls report it as a result.
+The failure of a disk, device or network raises no exception: the calls return it as a result.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ E = TypeVar("E", bound=Exception)
 
 
 class KVOffloadError(Exception):
-    """Base class of all kvoffload errors. An error can be pickled if its fields can be pickled."""
+    """Base class of all kvoffload errors. An error can be pickled if its attributes can be pickled."""
 
     def __reduce__(self) -> Any:
         # The default would call `__init__` with the message alone.
@@ -28,7 +28,9 @@ def _restored(cls: type[E], args: tuple[object, ...]) -> E:
 
 
 class ConfigError(KVOffloadError, ValueError):
-    """An invalid option or argument. The message names the field, the value and the allowed values."""
+    """An invalid option or argument. The message names the option (`field`), its value and the allowed
+    values.
+    """
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
         self.field, self.value, self.allowed = field, value, allowed
@@ -37,7 +39,8 @@ class ConfigError(KVOffloadError, ValueError):
 
 class UnavailableError(ConfigError):
     """A valid option whose resource cannot be used now, for example a full disk or a directory that another
-    process uses. The resource is unchanged. An engine continues without the resource.
+    process uses. The library has not changed the resource. The engine adapters log this error and run without
+    the resource.
     """
 
     def __init__(self, field: str, value: object, why: str) -> None:
@@ -46,10 +49,12 @@ class UnavailableError(ConfigError):
 
 
 def check_integer(field: str, value: object, largest: int, smallest: int = 1, meaning: str = "") -> int:
-    """Return `value` as an int. Accepts integers of Python and numpy from `smallest` to `largest`.
+    """Return `value` as an int, if it is an integer of Python or numpy from `smallest` to `largest`.
 
-    `meaning`: description of the allowed numbers, for the message. Raises `ConfigError` if `value` is not
-    allowed.
+    Args:
+        meaning: what the number counts, such as ``blocks``, for the message of the error.
+
+    Raises: `ConfigError` if `value` is not allowed.
     """
     if not isinstance(value, bool):
         with suppress(TypeError):  # no integer, or an array of several
@@ -59,9 +64,9 @@ def check_integer(field: str, value: object, largest: int, smallest: int = 1, me
 
 
 def finite(value: object) -> float:
-    """Convert a finite number of Python or numpy to a float.
+    """Convert `value`, a number of Python or numpy, to a float.
 
-    Return NaN for any other value, so that every range check fails.
+    Returns NaN if `value` is infinite or not a number, so that every range check of the caller fails.
     """
     if isinstance(value, Real) and not isinstance(value, bool):
         with suppress(OverflowError):
@@ -71,7 +76,9 @@ def finite(value: object) -> float:
 
 
 class CombinedConfigError(ConfigError):
-    """Several invalid options in one message, one line each. `problems` holds the single errors."""
+    """Several invalid options in one message, one line each. `problems` holds the errors of the single
+    options.
+    """
 
     def __init__(self, where: str, problems: Sequence[ConfigError]) -> None:
         first = problems[0]
@@ -118,11 +125,13 @@ class Problems:
 
 
 class MisuseError(KVOffloadError, RuntimeError):
-    """A call that breaks the life cycle of a block, such as a plan completed twice. It changes nothing."""
+    """A call that breaks the life cycle of a block, such as a plan completed twice. The call has changed
+    nothing.
+    """
 
 
 class GoneError(MisuseError):
-    """Another process has evicted a block since its lookup. Look the block up again.
+    """The block was evicted by another process after this process had looked it up. Look the block up again.
 
     Raised only by managers that several processes share.
     """
@@ -137,7 +146,9 @@ class TraceError(KVOffloadError, ValueError):
 
 
 class SweepError(KVOffloadError, RuntimeError):
-    """A sweep that could not finish. The message names the row or the worker. Finished rows are kept."""
+    """A sweep that could not finish. The message names the row or the worker that failed. Finished rows are
+    kept.
+    """
 
 
 class TierError(KVOffloadError, RuntimeError):

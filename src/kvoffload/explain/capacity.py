@@ -1,7 +1,7 @@
 """Hits with larger capacities: replays a trace with the same configuration and larger caches.
 
-Works for every policy and admission rule, because each capacity is replayed. Does not know the reasons of
-misses.
+Replays each capacity separately, and therefore works for every policy and admission rule. Does not know why
+blocks were missing.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ FACTORS = (1.1, 1.3, 1.5, 2.0, 3.0, 5.0, 10.0)
 def larger_hits(
     trace: Trace, config: ReplayConfig, progress: Callable[[int], None] = lambda requests: None
 ) -> npt.NDArray[np.int32]:
-    """Replay a trace at each larger capacity.
+    """Replay a trace at each larger capacity, and count the hits of each request.
 
-    Returns the number of hits of each request, in leading blocks: shape ``(len(FACTORS), requests)``. A
-    request may have fewer hits at a larger capacity, because some policies are not monotone.
+    A hit is a block from the cached beginning of the request. A request may have fewer hits at a larger
+    capacity, because some policies are not monotone.
 
     Args:
-        progress: called with the number of replayed requests so far, summed over all replays (`num_replayed`
-            at the end).
+        progress: called with the number of requests replayed so far, in all replays together; `num_replayed`
+            when all are finished.
 
-    Cost: one replay for each different capacity.
+    Returns: number of hits, shape ``(len(FACTORS), requests)``.
+
+    Cost: one replay for each capacity, except capacities that exceed a capacity at which all blocks fit.
     """
     hits = np.zeros((len(FACTORS), trace.requests), np.int32)
     for number, factor in enumerate(FACTORS):

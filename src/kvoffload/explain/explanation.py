@@ -1,4 +1,5 @@
-"""Explanation of a replay's missing blocks, as JSON: reasons, runs, differing prompts, larger capacities.
+"""Explanation of a replay's missing blocks, as JSON: reasons, runs, places at which prompts differ, and the
+hits with larger capacities.
 
 Summarizes the results of `explain.misses`. Does not format text.
 """
@@ -25,10 +26,11 @@ _Int64s = npt.NDArray[np.int64]
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """Consecutive missing blocks of one request that have the same reason. Fields that do not apply are null.
+    """Consecutive missing blocks of one request that have the same reason. Attributes that do not apply are
+    null.
 
-    Requests and blocks are numbered from 0. The number of a request is its position in the trace. The fields
-    from `earlier_uses` to `kept_with` describe the first block of the run.
+    Requests and blocks are numbered from 0. The number of a request is its position in the trace. The
+    attributes from `earlier_uses` to `kept_with` describe the first block of the run.
 
     Attributes:
         request: the request.
@@ -41,9 +43,10 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         kept_s: seconds from `stored_by` to `decided_at`; null without times.
         since_s: seconds from `decided_at` to this request; null without times.
         slowest: name of the slowest tier that held the evicted block; ``ram`` if only RAM held it.
-        kept_with: smallest tried multiple of the capacity with which the first block would be a hit.
+        kept_with: the smallest larger capacity with which the first block would be a hit, as a multiple of
+            the capacity of the replay.
         nearest_request: the earlier request with which this request is compared (`prompts.Beginnings`).
-        difference: the first differing tokens, if the recording has token ids.
+        difference: the first tokens that differ from `nearest_request`, if the recording has token ids.
     """
 
     request: int
@@ -64,18 +67,19 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Differing(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests that have the same beginning and then differ from earlier prompts at the same place.
+    """A group of requests that have the same beginning and then differ from earlier prompts at the same
+    place.
 
     Attributes:
         reason: ``prefix_differs`` or ``after_shared_prompt``.
         block: number of the first differing block.
         token: number of the first differing token; null without token ids.
-        requests: number of these requests.
-        blocks: number of their missing blocks from the difference on.
-        equal_tokens: number of tokens after the difference that are equal again, summed over the requests;
-            null without token ids.
-        in_session: number of these requests that differ from an earlier prompt of their own session.
-        request: the request in this group with the most missing blocks.
+        requests: number of requests in the group.
+        blocks: number of missing blocks of these requests from the difference on.
+        equal_tokens: number of tokens after the difference that are equal to the earlier prompt again, summed
+            over the requests; null without token ids.
+        in_session: number of requests in the group that differ from an earlier prompt of their own session.
+        request: the request in the group with the most missing blocks.
         nearest_request: the earlier request with which `request` is compared.
         difference: the difference between `request` and `nearest_request`, if the recording has token ids.
     """
@@ -93,13 +97,14 @@ class Differing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Evicted(msgspec.Struct, frozen=True, kw_only=True):
-    """Summary of the evicted blocks that were missed.
+    """Summary of the missing blocks that had been evicted.
 
     Attributes:
         slowest: mapping: name of the slowest tier that held the block (``ram`` if only RAM held it) -> number
             of blocks.
         kept_s: median time from the store to the eviction, in seconds; null without times.
-        since_s: median time from the eviction to the use, in seconds; null without times.
+        since_s: median time from the eviction to the use that missed the block, in seconds; null without
+            times.
         kept_requests, since_requests: the same two medians, measured in requests instead of seconds.
     """
 
@@ -111,12 +116,12 @@ class Evicted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LargerCapacity(msgspec.Struct, frozen=True, kw_only=True):
-    """Hits of a replay in which RAM and tiers have a multiple of their capacity.
+    """Hits of a second replay, in which RAM and all tiers with a capacity are larger by the same factor.
 
     Attributes:
-        factor: the multiple.
-        evicted_hits: number of hits at this capacity that the explained replay missed with the reason
-            ``evicted``.
+        factor: larger capacity, divided by the capacity of the explained replay.
+        evicted_hits: number of hits at the larger capacity that are misses with the reason ``evicted`` in the
+            explained replay.
         hits: number of all hits. It can be smaller than at a smaller capacity, because some policies are not
             monotone.
     """
@@ -149,24 +154,24 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explanation(Report, frozen=True, kw_only=True):
-    """Reasons for all missing blocks of one replay. Its fields are the keys of the JSON object.
+    """Reasons for all missing blocks of one replay. Its attributes are the keys of the JSON object.
 
     Attributes:
         tiers: names of the tiers behind RAM.
         hits: number of block references that were served.
         misses: number of block references that were not served.
-        reasons: number of missing blocks with each reason. The sum is `misses`.
-        meanings: meaning of each reason that occurs.
+        reasons: mapping from each reason that occurs to its number of missing blocks. The sum is `misses`.
+        meanings: mapping from each reason that occurs to a sentence that explains the reason.
         capacities: hits with each larger capacity, in ascending order; null if no larger capacity was tried.
         seen_before: for misses of blocks that were not admitted: mapping from the number of earlier requests
             with the block, as text, to the number of misses.
         differing: places at which prompts differ, in descending order of `equal_tokens`, then `blocks`.
-        num_differing: number of all places at which prompts differ.
+        num_differing: number of all places at which prompts differ, also those not listed in `differing`.
         equal_tokens: sum of `Differing.equal_tokens` of all places; null without token ids.
         runs: the longest runs. Runs that a cache or another form of the prompt could have avoided come first.
-            If a single request is explained, all its runs in the order of the blocks.
-        num_runs: number of all runs.
-        decisions_sha256: digest of the decisions. It is equal to the digest that ``kvoffload replay`` prints.
+            If a single request is explained: all runs of this request, in the order of the blocks.
+        num_runs: number of all runs, also of those not listed in `runs`.
+        decisions_sha256: digest of the replay's decisions. ``kvoffload replay`` prints the same digest.
     """
 
     trace: str
@@ -213,7 +218,8 @@ def explain(
     Args:
         misses: the misses. `Misses.larger_hits` is set if larger capacities were tried.
         top: largest number of runs (`Run`) and of differing places (`Differing`) to list.
-        request: number of a request whose runs are all listed. None: list the longest runs of all requests.
+        request: number of a request; then the result lists all runs of this request, and no others. None: the
+            result lists the longest runs of all requests.
     """
     trace, counts = misses.trace, misses.counts()
     facts = _Facts(misses, [tier.name for tier in report.tiers[1:]])
@@ -256,7 +262,10 @@ def explain(
 
 
 def _runs(misses: Misses) -> tuple[_Int64s, _Int64s]:
-    """Return the runs of missing blocks with the same reason: first reference and end of each run."""
+    """Return the runs of missing blocks: for each run the position of its first reference, and of its end.
+
+    A run consists of consecutive references of one request with the same reason.
+    """
     reasons = misses.reasons
     is_new = np.ones(len(reasons), np.bool_)
     is_new[1:] = reasons[1:] != reasons[:-1]
@@ -313,7 +322,7 @@ class _Facts:
         ]
 
     def seen_before(self) -> dict[str, int]:
-        """Count the misses of blocks that were not admitted, by the blocks' number of earlier references.
+        """Return how often the blocks that were not admitted had been referenced before.
 
         ``{"1": 12, "2": 3}`` means 12 misses of blocks with one earlier reference, and 3 of blocks with two.
         """
@@ -348,7 +357,9 @@ class _Facts:
         )
 
     def _kept_with(self, request: int, block: int) -> float | None:
-        """Return the smallest tried multiple of the capacity at which a block is a hit."""
+        """Return the smallest factor of `FACTORS` for the capacity at which a block is a hit; None if there
+        is none.
+        """
         if self._misses.larger_hits is None:
             return None
         of_request = zip(FACTORS, self._misses.larger_hits[:, request].tolist(), strict=True)
@@ -373,7 +384,7 @@ def _ranks(trace: Trace) -> _Int64s:
 
 
 def _differing(misses: Misses) -> list[Differing]:
-    """Group requests by the reason and the place at which they differ from an earlier prompt."""
+    """Group the requests that differ from an earlier prompt, by reason and by the place of the difference."""
     trace, compared = misses.trace, misses.beginnings
     request_of = trace.request_of
     groups: dict[tuple[str, int, int | None], list[int]] = {}

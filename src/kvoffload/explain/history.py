@@ -1,8 +1,8 @@
 """History of each block in a replay, and the reason for each missing block.
 
-`History` observes one replay. It records the last decision about each block. For each missing block reference
-it records the reason and the request that caused the miss. It does not compare prompts, so all first uses
-have the reason `NEVER_SEEN`.
+`History` observes one replay, and records the last decision about each block. For each reference to a missing
+block it records the reason, and the request during which the block was lost. It does not compare prompts, so
+all first uses have the reason `NEVER_SEEN`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ NO_REQUEST = -1
 _REASONS = ("", NEVER_SEEN, UNKNOWN, EVICTED, NOT_ADMITTED, REFUSED, NO_ROOM, DAMAGED, NOT_OFFERED,
             BEHIND_A_GAP, TIER_GAVE_UP)  # fmt: skip
 NUMBER_OF = {name: number for number, name in enumerate(_REASONS)}
-"""Number of each reason in `History.reasons`; 0 is a hit."""
+"""Mapping from each reason to its code in `History.reasons`, where 0 means a hit."""
 
 _OF_DECISION = np.full(1 + max(Decision), NUMBER_OF[NOT_OFFERED], np.int8)
-"""Array: last decision about an absent block (0: no decision) -> number of the reason. `STORED` and
-`PROMOTED` give `UNKNOWN`, because they cannot be the last decision about an absent block."""
+"""Array: the index is the last decision about an absent block (0 if there was none), the element is the
+code of the reason for the miss. `STORED` and `PROMOTED` give `UNKNOWN`, because after them the block is
+not absent."""
 for _decision, _reason in (
     (Decision.STORED, UNKNOWN),
     (Decision.PROMOTED, UNKNOWN),
@@ -48,17 +49,17 @@ for _decision, _reason in (
 
 
 class History:
-    """Observer of a replay that finds the reason of each missing block (`replay.observer.Observer`).
+    """Observer of a replay that finds the reason for each missing block (`replay.observer.Observer`).
 
     Attributes:
         hits: shape ``(requests,)``, int32; number of leading blocks of each request that were hits.
-        reasons: shape ``(block_refs,)``, int8; number of the reason (`NUMBER_OF`); 0 for a hit.
+        reasons: shape ``(block_refs,)``, int8; code of the reason (`NUMBER_OF`); 0 for a hit.
         caused_by: shape ``(block_refs,)``, int32; the request during which the last decision about the
             missing block was made, or `NO_REQUEST`.
         stored_at: shape ``(block_refs,)``, int32; the request during which the missing block was last stored
             in RAM, or `NO_REQUEST`.
         was_in_tier: shape ``(block_refs,)``, int8; number (from 1) of the tier that had the missing block
-            most recently, the slowest if several had it; 0 if no tier had it.
+            most recently; the slowest of these tiers if several had it; 0 if no tier had it.
 
     Cost: a few array operations per request, and a few bytes per block and per block reference.
     """

@@ -36,14 +36,15 @@ MEANINGS: Final = {
     OTHER_TENANT: "first use with this cache_salt; an earlier request had the same prefix with another one",
     **{name: meaning for name, meaning in REASONS.items() if name != NEVER_SEEN},
 }
-"""Mapping: reason -> meaning. The first five reasons together replace `NEVER_SEEN`."""
+"""Mapping from each reason to a sentence that explains it. The first five reasons are the possible reasons
+of a first use; they replace the reason `NEVER_SEEN` of `History`."""
 
 HOPELESS: Final = (NEW_PROMPT, CONTINUES, AFTER_SHARED_PROMPT)
 """Reasons of first uses that no cache could have served."""
 
 _NAMES = list(MEANINGS)
 NUMBERS = {name: number for number, name in enumerate(_NAMES, 1)}
-"""Mapping: reason -> code of the reason in `Misses.reasons`, where 0 is a hit."""
+"""Mapping from each reason to its code in `Misses.reasons`, where 0 is a hit."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Misses:
 
     Attributes:
         hits: shape ``(requests,)``; number of leading blocks of each request that were hits.
-        reasons: number of the reason (`NUMBERS`); 0 for a hit.
+        reasons: shape ``(block_refs,)``; code of the reason (`NUMBERS`); 0 for a hit.
         caused_by, stored_at, was_in_tier: as in `History`.
         larger_hits: number of hits of each request at each larger capacity (`explain.capacity.larger_hits`);
             None if no larger capacity was tried.
@@ -71,7 +72,7 @@ class Misses:
     larger_hits: npt.NDArray[np.int32] | None = None
 
     def counts(self) -> dict[str, int]:
-        """Return the number of missing blocks of each reason, the most frequent reason first."""
+        """Return the number of missing blocks for each reason. The most frequent reason comes first."""
         numbers = np.bincount(self.reasons, minlength=len(_NAMES) + 1).tolist()
         counts = {name: count for name, count in zip(_NAMES, numbers[1:], strict=True) if count}
         assert sum(counts.values()) == self.trace.block_refs - int(self.hits.sum()), counts
@@ -119,7 +120,9 @@ def find_misses(
 def _joined(
     trace: Trace, histories: list[tuple[History, npt.NDArray[np.int64]]], compared: Beginnings
 ) -> Misses:
-    """Merge the histories of several managers, and give each first use one of the five reasons."""
+    """Merge the histories of several managers. Each first use gets one of the first five reasons of
+    `MEANINGS`.
+    """
     hits = np.zeros(trace.requests, np.int32)
     reasons, was_in_tier = np.zeros((2, trace.block_refs), np.int8)
     caused_by, stored_at = np.full((2, trace.block_refs), NO_REQUEST, np.int32)
@@ -142,7 +145,7 @@ def _joined(
 
 
 def _kinds(trace: Trace, compared: Beginnings) -> npt.NDArray[np.int64]:
-    """Return for each request the reason why first uses of blocks are misses, as a number of `NUMBERS`."""
+    """Return, for each request, the code (`NUMBERS`) of the reason that the first uses in its prompt have."""
     kinds = np.where(compared.nearest != NO_REQUEST, NUMBERS[PREFIX_DIFFERS], NUMBERS[NEW_PROMPT])
     is_alike = np.zeros(trace.requests, np.bool_)
     for request, difference in compared.differences.items():

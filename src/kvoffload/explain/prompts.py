@@ -1,8 +1,8 @@
-"""Comparison of prompts, to explain first uses of blocks: finds the most similar earlier prompt of each
-request and the first difference.
+"""Comparison of prompts, to explain first uses of blocks. Finds, for each request, the most similar earlier
+prompt, and the first difference between the two prompts.
 
-The result depends only on the trace, not on caches. The module compares token ids if the recording has token
-ids.
+The result depends only on the trace, not on caches. If the recording has token ids, prompts are compared by
+tokens, otherwise by blocks.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ _WINDOW = 16
 _MOST_COMPARED = 32_768
 """Largest number of tokens that are compared after the first difference of two prompts."""
 _CANDIDATES, _COMPARED_CANDIDATES = 16, 3
-"""Limits for the continuations of a prefix. `_CANDIDATES`: number of latest continuations to keep.
-`_COMPARED_CANDIDATES`: number of most similar continuations to compare in full."""
+"""Limits for comparing a prompt with the earlier prompts that have the same prefix. `_CANDIDATES`: the
+number of latest earlier prompts that are remembered. `_COMPARED_CANDIDATES`: how many of them, the most
+similar in the next block, are compared in full."""
 _MOST_SHOWN = 4
 _ROOT = -1
 _FACTORS = np.array([pow(0x9E3779B97F4A7C15, power, 2**64) for power in range(_WINDOW)], np.uint64)
@@ -38,8 +39,9 @@ class BlockTokens:
 
     Attributes:
         ids: shape ``(unique_blocks, block_tokens)``, int64; token ids of each block.
-        prefixes: shape ``(unique_blocks,)``, int64; number of the token prefix that ends with the block.
-            Equal token prefixes have the same number, even if their block ids differ because of `cache_salt`.
+        prefixes: shape ``(unique_blocks,)``, int64; identifies all tokens from the start of the prompt to the
+            end of the block. Blocks with the same tokens up to their end have the same value, even if their
+            block ids differ because of `cache_salt`.
     """
 
     ids: Tokens
@@ -52,8 +54,7 @@ class Difference:
 
     Attributes:
         start: first token that differs.
-        end: first token after the difference in this prompt; equal to `start` if the prompts do not become
-            equal again.
+        end: the position in this prompt at which the prompts are equal again; `start` if they are not.
         equal_after: number of equal tokens from `end` on; 0 if the prompts do not become equal again.
         shift: position of the equal tokens in this prompt, minus their position in the earlier prompt.
         ours, theirs: up to four first token ids of the difference, in this prompt and in the earlier prompt.
@@ -72,17 +73,17 @@ class Beginnings:
     """Comparison of each request with earlier requests. The *nearest* request has the most similar prompt.
 
     Attributes:
-        known: shape ``(requests,)``; number of leading blocks that an earlier request had.
+        known: shape ``(requests,)``; number of leading blocks that an earlier request also had.
         nearest: shape ``(requests,)``; an earlier request that has the known blocks and then continues with
-            other blocks. If there are several, the most similar request (with token ids) or the latest
-            request (without token ids). `NO_REQUEST` if there is none.
+            other blocks; `NO_REQUEST` if there is none. If there are several: the most similar request or,
+            without token ids, the latest request.
         continues: shape ``(requests,)``, bool; True if the known blocks contain the whole prompt of the
             previous turn, or if no earlier prompt continues the known blocks differently. With token ids also
             True if the nearest prompt differs only in `cache_salt` and length.
         shares: shape ``(requests,)``, bool; True if the known blocks are a shared prompt
             (`Turns.is_shared_prompt`).
-        differences: mapping: request -> difference from its nearest prompt. It has only requests that differ,
-            and is empty without token ids.
+        differences: mapping from a request to its difference from the nearest prompt. Has no entry for a
+            request that does not differ, and is empty without token ids.
         other_tenant: shape ``(unique_blocks,)``, bool; True if an earlier request with another `cache_salt`
             had all tokens up to the end of the block.
     """
@@ -125,7 +126,9 @@ def beginnings(trace: Trace, tokens: BlockTokens | None = None) -> Beginnings:
 
 
 def _nearest(trace: Trace, known: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return, for each request, the latest earlier request that continues the request's known blocks."""
+    """Return, for each request, the latest earlier request whose prompt has the request's known blocks and
+    then further blocks.
+    """
     longer = np.full(trace.unique_blocks, NO_REQUEST, np.int64)
     nearest = np.full(trace.requests, NO_REQUEST, np.int64)
     offsets = trace.offsets.tolist()
@@ -144,7 +147,10 @@ def _compared(
     nearest: npt.NDArray[np.int64],
     continues: npt.NDArray[np.bool_],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_], dict[int, Difference]]:
-    """Compare prompts by their tokens. Returns the new `nearest` and `continues`, and the differences."""
+    """Compare prompts by their tokens.
+
+    Returns the arrays `nearest` and `continues`, corrected, and the differences by request.
+    """
     nearest, continues, differences = nearest.copy(), continues.copy(), dict[int, Difference]()
     latest = _Continuations(trace.unique_blocks)
     offsets = trace.offsets.tolist()
@@ -165,10 +171,10 @@ def _compared(
 
 
 class _Continuations:
-    """The latest continuations of each block: the next block, and the request that had the next block.
+    """For each block, the blocks that followed it in the latest requests, each with its request.
 
-    `_ROOT` stands for the block before every prompt. Most blocks have one continuation, which is stored in an
-    array. Blocks with several continuations are in a dictionary.
+    The block `_ROOT` stands for the start of every prompt. Most blocks have one following block, which is
+    stored in an array. Blocks with several are in a dictionary.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -177,14 +183,14 @@ class _Continuations:
         self._several: dict[int, deque[tuple[int, int]]] = {}
 
     def of(self, parent: int) -> Sequence[tuple[int, int]]:
-        """Return the continuations of a block as pairs (next block, request). The latest comes last."""
+        """Return pairs (following block, request) of the block `parent`, the latest pair last."""
         if parent in self._several:
             return self._several[parent]
         request = int(self._first_request[parent])
         return [] if request == NO_REQUEST else [(int(self._first_child[parent]), request)]
 
     def add(self, parent: int, child: int, request: int) -> None:
-        """Add a continuation of one block."""
+        """Record that the block `child` follows the block `parent` in this request."""
         if self._first_request[parent] == NO_REQUEST:
             self._first_child[parent], self._first_request[parent] = child, request
             return
@@ -193,7 +199,7 @@ class _Continuations:
         self._several[parent].append((child, request))
 
     def add_chain(self, codes: npt.NDArray[np.int32], request: int) -> None:
-        """Add a chain of new blocks: each block is the continuation of the block before it."""
+        """Record for each of these new blocks that the next block in `codes` follows it in this request."""
         self._first_child[codes[:-1]], self._first_request[codes[:-1]] = codes[1:], request
 
 
@@ -204,9 +210,10 @@ def _best(
     count: int,
     siblings: Sequence[tuple[int, int]],
 ) -> tuple[int, Difference | None] | None:
-    """Return the request in `siblings` with the most equal tokens, and the prompts' first difference.
+    """Return the request in `siblings` with the most equal tokens, and its first difference from the new
+    prompt.
 
-    The difference is None if the prompts differ only in `cache_salt` and length. The result is None if
+    The difference is None if the two prompts differ only in `cache_salt` and length. The result is None if
     `count` is 0 and less than a block of tokens is equal.
     """
     children = np.array([child for child, _ in siblings])
@@ -237,7 +244,8 @@ def _equal_blocks(
 ) -> int:
     """Count the leading blocks with equal tokens.
 
-    The first `count` blocks are equal. If the salts of the prompts differ, later blocks can be equal, too.
+    The first `count` blocks are equal because they have the same ids. If the prompts have different salts,
+    later blocks with different ids can have equal tokens, too.
     """
     shared = min(len(codes), len(earlier_codes))
     differs = prefixes[codes[count:shared]] != prefixes[earlier_codes[count:shared]]
@@ -261,9 +269,12 @@ def _difference(
 
 
 def _equal_rest(new: Tokens, earlier: Tokens) -> tuple[int, int, int]:
-    """Find the longest equal passage at one shift: the most frequent shift between equal short passages.
+    """Find a long passage that is equal in both prompts, but may be shifted, for example behind an inserted
+    text.
 
-    Returns the passage's start in `new`, its length, and the shift; three zeros if no passage is equal.
+    First finds all short equal passages, and chooses their most frequent shift. Then finds the longest
+    passage that is equal at this shift. Returns the passage's start in `new`, its length, and the shift;
+    three zeros if no passage is equal.
     """
     if min(len(new), len(earlier)) < _WINDOW:
         return 0, 0, 0

@@ -1,5 +1,7 @@
-"""Reads a recording with token ids or text: returns the trace and the tokens of its blocks, which are needed
-to compare prompts."""
+"""Reads a recording with token ids or text, so that its prompts can be compared token by token.
+
+Returns the trace and the tokens of its blocks.
+"""
 
 from __future__ import annotations
 
@@ -83,10 +85,11 @@ def read_with_tokens(
     skip_bad_lines: bool = False,
     progress: Callable[[float], None] | None = None,
 ) -> tuple[Trace, BlockTokens]:
-    """Read a recording with token ids or text as a trace, and the tokens of its blocks.
+    """Read a recording with token ids or text; return the trace, and the tokens of its blocks.
 
-    Arguments and errors as for `convert`. Memory for each token of the unique blocks, with blocks of 16 (64)
-    tokens: 37 (21) bytes at the peak, 10 (8) bytes afterwards, and 5 (1) more bytes in `beginnings`.
+    The arguments and errors are the same as for `convert`. The tokens of unique blocks need memory: with
+    blocks of 16 tokens, 37 bytes per token at the peak, 10 bytes afterwards, and 5 more bytes during
+    `beginnings`. With blocks of 64 tokens: 21, 8 and 1 bytes.
     """
     keys = _TokenKeys()
     with tempfile.TemporaryDirectory(prefix="kvoffload-explain-") as directory:

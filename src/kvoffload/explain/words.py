@@ -110,7 +110,7 @@ def _ids(tokens: list[int]) -> str:
 
 
 def place_in_words(place: Differing, block_tokens: int) -> str:
-    """Describe a place at which prompts differ."""
+    """Describe the place at which the prompts of a group differ."""
     if place.token is not None:
         return f"token {place.token:,}"
     begin = place.block * block_tokens
@@ -156,9 +156,9 @@ def facts(explained: Explanation) -> list[str]:
 def capacity_rows(explained: Explanation) -> list[tuple[str, str, str, str, str]]:
     """Return the rows for a table of larger capacities.
 
-    A row has five cells: capacity, number of evicted blocks that become hits, their share of all evicted
-    blocks, number of all hits, and hit ratio. The first row is the explained replay. The list is empty if no
-    larger capacity was tried.
+    The five cells of a row are the capacity, the number of evicted blocks that become hits, their share of
+    all evicted blocks, the number of all hits, and the hit ratio. The first row is the explained replay. The
+    list is empty if no larger capacity was tried.
     """
     if explained.capacities is None:
         return []
