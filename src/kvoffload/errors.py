@@ -28,9 +28,7 @@ def _restored(cls: type[E], args: tuple[object, ...]) -> E:
 
 
 class ConfigError(KVOffloadError, ValueError):
-    """An invalid option or argument. The message names the option (`field`), its value and the allowed
-    values.
-    """
+    """An invalid option or argument. The message names the option, its value and the allowed values."""
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
         self.field, self.value, self.allowed = field, value, allowed
@@ -51,8 +49,7 @@ class UnavailableError(ConfigError):
 def check_integer(field: str, value: object, largest: int, smallest: int = 1, meaning: str = "") -> int:
     """Return `value` as an int, if it is an integer of Python or numpy from `smallest` to `largest`.
 
-    Args:
-        meaning: what the number counts, such as ``blocks``, for the message of the error.
+    `meaning` describes the allowed numbers in the error's message, for example ``a row of the axis batch``.
 
     Raises: `ConfigError` if `value` is not allowed.
     """
@@ -76,9 +73,7 @@ def finite(value: object) -> float:
 
 
 class CombinedConfigError(ConfigError):
-    """Several invalid options in one message, one line each. `problems` holds the errors of the single
-    options.
-    """
+    """Several invalid options in one message, one line each. `problems` holds one error for each option."""
 
     def __init__(self, where: str, problems: Sequence[ConfigError]) -> None:
         first = problems[0]
@@ -125,9 +120,7 @@ class Problems:
 
 
 class MisuseError(KVOffloadError, RuntimeError):
-    """A call that breaks the life cycle of a block, such as a plan completed twice. The call has changed
-    nothing.
-    """
+    """A call that breaks the life cycle of a block, such as a plan completed twice. Changes nothing."""
 
 
 class GoneError(MisuseError):
@@ -146,9 +139,7 @@ class TraceError(KVOffloadError, ValueError):
 
 
 class SweepError(KVOffloadError, RuntimeError):
-    """A sweep that could not finish. The message names the row or the worker that failed. Finished rows are
-    kept.
-    """
+    """A sweep that could not finish. The message names the failed row or worker. Finished rows are kept."""
 
 
 class TierError(KVOffloadError, RuntimeError):

@@ -26,8 +26,7 @@ _Int64s = npt.NDArray[np.int64]
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """Consecutive missing blocks of one request that have the same reason. Attributes that do not apply are
-    null.
+    """Consecutive missing blocks of one request that have the same reason. Unknown attributes are null.
 
     Requests and blocks are numbered from 0. The number of a request is its position in the trace. The
     attributes from `earlier_uses` to `kept_with` describe the first block of the run.
@@ -43,8 +42,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         kept_s: seconds from `stored_by` to `decided_at`; null without times.
         since_s: seconds from `decided_at` to this request; null without times.
         slowest: name of the slowest tier that held the evicted block; ``ram`` if only RAM held it.
-        kept_with: the smallest larger capacity with which the first block would be a hit, as a multiple of
-            the capacity of the replay.
+        kept_with: the smallest tried multiple of the replay's capacity at which the first block would be a
+            hit.
         nearest_request: the earlier request with which this request is compared (`prompts.Beginnings`).
         difference: the first tokens that differ from `nearest_request`, if the recording has token ids.
     """
@@ -67,8 +66,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Differing(msgspec.Struct, frozen=True, kw_only=True):
-    """A group of requests that have the same beginning and then differ from earlier prompts at the same
-    place.
+    """A group of requests that begin alike and then differ from earlier prompts at the same place.
 
     Attributes:
         reason: ``prefix_differs`` or ``after_shared_prompt``.
@@ -103,8 +101,7 @@ class Evicted(msgspec.Struct, frozen=True, kw_only=True):
         slowest: mapping: name of the slowest tier that held the block (``ram`` if only RAM held it) -> number
             of blocks.
         kept_s: median time from the store to the eviction, in seconds; null without times.
-        since_s: median time from the eviction to the use that missed the block, in seconds; null without
-            times.
+        since_s: median time from the eviction to the next use, in seconds; null without times.
         kept_requests, since_requests: the same two medians, measured in requests instead of seconds.
     """
 
@@ -357,8 +354,8 @@ class _Facts:
         )
 
     def _kept_with(self, request: int, block: int) -> float | None:
-        """Return the smallest factor of `FACTORS` for the capacity at which a block is a hit; None if there
-        is none.
+        """Return the smallest of `FACTORS` with which a block is a hit; None if it is a miss with all of
+        them.
         """
         if self._misses.larger_hits is None:
             return None

@@ -120,9 +120,7 @@ def find_misses(
 def _joined(
     trace: Trace, histories: list[tuple[History, npt.NDArray[np.int64]]], compared: Beginnings
 ) -> Misses:
-    """Merge the histories of several managers. Each first use gets one of the first five reasons of
-    `MEANINGS`.
-    """
+    """Merge the histories of several managers. First uses get one of the first five reasons of `MEANINGS`."""
     hits = np.zeros(trace.requests, np.int32)
     reasons, was_in_tier = np.zeros((2, trace.block_refs), np.int8)
     caused_by, stored_at = np.full((2, trace.block_refs), NO_REQUEST, np.int32)

@@ -126,9 +126,7 @@ def beginnings(trace: Trace, tokens: BlockTokens | None = None) -> Beginnings:
 
 
 def _nearest(trace: Trace, known: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return, for each request, the latest earlier request whose prompt has the request's known blocks and
-    then further blocks.
-    """
+    """Return, for each request, the latest earlier request that has its known blocks and then others."""
     longer = np.full(trace.unique_blocks, NO_REQUEST, np.int64)
     nearest = np.full(trace.requests, NO_REQUEST, np.int64)
     offsets = trace.offsets.tolist()
@@ -210,8 +208,7 @@ def _best(
     count: int,
     siblings: Sequence[tuple[int, int]],
 ) -> tuple[int, Difference | None] | None:
-    """Return the request in `siblings` with the most equal tokens, and its first difference from the new
-    prompt.
+    """Return the request in `siblings` with the most equal tokens, and the first difference from it.
 
     The difference is None if the two prompts differ only in `cache_salt` and length. The result is None if
     `count` is 0 and less than a block of tokens is equal.
@@ -269,8 +266,7 @@ def _difference(
 
 
 def _equal_rest(new: Tokens, earlier: Tokens) -> tuple[int, int, int]:
-    """Find a long passage that is equal in both prompts, but may be shifted, for example behind an inserted
-    text.
+    """Find a long passage that is equal in both prompts, but may be shifted, for example by inserted text.
 
     First finds all short equal passages, and chooses their most frequent shift. Then finds the longest
     passage that is equal at this shift. Returns the passage's start in `new`, its length, and the shift;

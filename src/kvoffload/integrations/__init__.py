@@ -1,4 +1,4 @@
-"""Integrations into inference engines, with a package or module for each engine.
+"""Integrations into inference engines. Each engine has its own package or module here.
 
-No other package imports an engine.
+No other package of kvoffload imports an engine.
 """

@@ -1,6 +1,6 @@
-"""Containment of internal errors: the engine continues without offloading.
+"""Containment of internal errors: after an error in kvoffload, the engine continues without offloading.
 
-Each adapter defines what its calls return after an error, and how it reacts to the error
+Each engine adapter defines what its calls return after an error, and what else it does then
 (`stop_after_error`).
 """
 
@@ -15,7 +15,7 @@ Method = Callable[..., T]
 
 
 class Breakable(Protocol):
-    """An adapter that stops working after an internal error. Then its `broken` is True."""
+    """An adapter that stops working after an internal error. Then its attribute `broken` is True."""
 
     broken: bool
 
@@ -32,8 +32,9 @@ def contained(
     """Return a decorator for methods of a `Breakable`. A decorated method never raises an `Exception`.
 
     Args:
-        answer: result of a call that raises, and of every call to a broken adapter. If it is a function, it
-            computes the result from the arguments of the call.
+        answer: value that the call returns if the method has raised an exception, or if the adapter is
+            broken. A function instead of a value is called with the arguments of the call, to compute the
+            value.
         before: called with the adapter before each call, even if the adapter is broken.
         when_broken: called with the adapter if it is broken. If it returns True, the method runs
             nevertheless.

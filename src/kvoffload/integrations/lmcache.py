@@ -4,8 +4,8 @@
                    "class_name": "KVOffloadAdapter", "adapter_params": {"tiers": ["disk:/nvme/kv:500GiB"]}}'
 
 Translates LMCache's keys, memory objects, tasks and event descriptors into calls of an `ObjectStore`.
-LMCache's controllers call the adapter from two threads. Only the adapter's own threads wait for the tiers. No
-failure raises an exception in the controllers.
+LMCache's controllers call the adapter from two threads. These threads never wait for a tier; only the
+adapter's own threads do. No failure of a tier raises an exception in the controllers.
 """
 
 from __future__ import annotations
@@ -38,15 +38,17 @@ from kvoffload.tiers.spec import open_tiers
 logger = logging.getLogger("lmcache.kvoffload")
 WHERE = "adapter_params"
 _KEY_FORMAT = 1
-"""Version of the keys and of the byte order in an object. Increment it when keys or byte order change."""
+"""Version of the format of keys and objects. Increment it when the keys or the order of bytes in an object
+change."""
 _LOADERS = 2
 _MOST_COUNTED = 1 << 16
-"""Number of counted objects at which the adapter first checks which of them the tiers have evicted."""
+"""When LMCache counts this many objects, the adapter checks for the first time which of them were evicted."""
 _CHECKED_AT_ONCE = 1 << 10
 Format: TypeAlias = tuple[int, str]
 """Format of an object: its number of bytes, and the names of its dtypes."""
 Kind: TypeAlias = tuple[str, int, int]
-"""Kind of an object: its model, rank and group. Usually all objects of one kind have the same format."""
+"""Kind of an object: the name of its model, its KV rank, and its object group. Objects of one kind usually
+have the same format."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +65,14 @@ class AdapterOptions(ObjectOptions):
 
 
 def parse_options(params: Mapping[str, Any]) -> AdapterOptions:
-    """Read the options. Raises `ConfigError`, all problems at once."""
+    """Read the options. Raises one `ConfigError` that reports all problems."""
     return read_object_options(AdapterOptions, params, WHERE)
 
 
 class _Tasks(NamedTuple):
-    """The tasks of one kind: their threads, the notifier of ended tasks, and the results that LMCache has not
-    taken yet."""
+    """The tasks of one type (stores, lookups or loads): their threads, the notifier that signals the end of a
+    task, and the results that LMCache has not fetched yet.
+    """
 
     threads: ThreadPoolExecutor
     notifier: Any
@@ -77,18 +80,19 @@ class _Tasks(NamedTuple):
 
 
 class KVOffloadAdapter(L2AdapterInterface):
-    """An L2 adapter of LMCache with tiers of kvoffload.
+    """An L2 adapter of LMCache that stores objects in tiers of kvoffload.
 
     The tiers evict by their own policies, so LMCache's eviction by usage is off. LMCache's quotas by
     ``cache_salt`` work. An object is served only if key, size, dtypes and bytes match the stored object. A
-    lookup does not lock objects: the load of an object that was evicted after its lookup fails.
+    lookup does not lock objects, so an object may be evicted between its lookup and its load. Then the load
+    fails.
 
     Args:
         params: the options, `AdapterOptions`.
         l1_memory_desc: LMCache's L1 memory; not used.
 
-    Raises: `ConfigError` for invalid options. If a directory or server cannot be used now, the adapter logs
-    an error and runs without this tier.
+    Raises: `ConfigError` for invalid options. If the directory or server of a tier cannot be used now, the
+    adapter logs an error and runs without this tier.
     """
 
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: object = None) -> None:
@@ -128,27 +132,31 @@ class KVOffloadAdapter(L2AdapterInterface):
     # ---- tasks
 
     def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
-        """Begin to store objects; returns the task."""
+        """Begin to store objects; return the number of the task."""
         nothing = L2StoreResult(False, 0)
         return self._submit(self._stores, nothing, lambda: self._save(keys, objects))
 
     def pop_completed_store_tasks(self) -> dict[int, Any]:
-        """Return the stores that have ended since the last call."""
+        """Return the results of the stores that have ended since the last call, by the number of the task."""
         with self._lock:
             ended = self._stores.ended.copy()
             self._stores.ended.clear()
         return ended
 
     def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: Mapping[int, Any]) -> int:
-        """Begin to look up objects; returns the task.
+        """Begin to look up objects; return the number of the task.
 
-        `group_layout_descs`: mapping: group -> size and dtypes.
+        Args:
+            group_layout_descs: for each object group, the size and dtypes of its objects.
         """
         nothing = Bitmap(len(keys))
         return self._submit(self._lookups, nothing, lambda: self._find(keys, group_layout_descs))
 
     def query_lookup_and_lock_result(self, task_id: int) -> Any:
-        """Return the bitmap of present objects, once after the end of the task; otherwise None."""
+        """Return the bitmap of the objects that are present.
+
+        Only the first call after the end of the task returns the bitmap; other calls return None.
+        """
         with self._lock:
             return self._lookups.ended.pop(task_id, None)
 
@@ -156,20 +164,24 @@ class KVOffloadAdapter(L2AdapterInterface):
         """Do nothing: objects are not locked."""
 
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
-        """Begin to load objects into LMCache's memory; returns the task."""
+        """Begin to load objects into LMCache's memory; return the number of the task."""
         nothing = Bitmap(len(keys))
         return self._submit(self._loads, nothing, lambda: self._load(keys, objects))
 
     def query_load_result(self, task_id: int) -> Any:
-        """Return the bitmap of the loaded objects in the first call after the task's end, otherwise None."""
+        """Return the bitmap of the loaded objects.
+
+        Only the first call after the end of the task returns the bitmap; other calls return None.
+        """
         with self._lock:
             return self._loads.ended.pop(task_id, None)
 
     def delete(self, keys: list[Any]) -> None:
-        """Delete objects of the kinds and formats that were stored, looked up or loaded since the start.
+        """Delete objects. Finds only objects whose format the adapter has seen in a call since the start.
 
-        Objects of other kinds or formats stay, because the store's keys depend on the format. Reports as
-        deleted the objects that were present, and evicted objects that LMCache still counts.
+        The store's key of an object depends on its kind and format. So an object is deleted in all formats
+        that were stored, looked up or loaded for its kind; objects in other formats stay. Then reports as
+        deleted to LMCache: the objects that were present, and evicted objects that LMCache still counts.
         """
         try:
             with self._counting:
@@ -178,10 +190,10 @@ class KVOffloadAdapter(L2AdapterInterface):
             logger.exception("kvoffload: internal error in delete; objects may still be served")
 
     def get_usage(self) -> AdapterUsage:
-        """Return the bytes in tiers with a capacity, and LMCache's own count of bytes for each
+        """Return the number of bytes in tiers with a capacity, and the bytes that LMCache counts for each
         ``cache_salt``.
 
-        The capacity is reported as unknown, because the tiers evict by their own policies.
+        The capacity is reported as unknown, so that LMCache leaves eviction to the policies of the tiers.
         """
         counted = super().get_usage()
         used = sum(stats.ready for stats in self._store.stats()) * self.options.block
@@ -215,7 +227,10 @@ class KVOffloadAdapter(L2AdapterInterface):
     # ---- work of the threads
 
     def _submit(self, tasks: _Tasks, nothing: Any, work: Callable[[], Any]) -> int:
-        """Start a task; returns its number. `nothing`: the task's result after an error or `close`."""
+        """Run `work` as a task in one of the threads of `tasks`; return the number of the task.
+
+        If `work` raises an exception, or the adapter is closed, the result of the task is `nothing`.
+        """
         with self._lock:
             task, self._next_task = self._next_task, self._next_task + 1
 
@@ -244,7 +259,7 @@ class KVOffloadAdapter(L2AdapterInterface):
         return buffers, forms, [_digest(key, form) for key, form in zip(keys, forms, strict=True)]
 
     def _learn(self, keys: Sequence[Any], forms: Sequence[Format | None]) -> None:
-        """Remember the formats of the objects' kinds."""
+        """Remember, for the kind of each object, that the kind has objects of this format."""
         with self._lock:
             for key, form in zip(keys, forms, strict=True):
                 known = self._formats.get(_kind(key), ())
@@ -267,9 +282,9 @@ class KVOffloadAdapter(L2AdapterInterface):
         return L2StoreResult(bool(ok.all()), sum(forms[row][0] for row in np.flatnonzero(new).tolist()))
 
     def _delete(self, keys: Sequence[Any]) -> list[Any]:
-        """Delete objects in all known formats of their kinds.
+        """Delete objects in all formats that are known for their kinds.
 
-        Returns the objects that were present or that LMCache counts.
+        Returns the keys of the objects that were present, and of those that LMCache counts.
         """
         named = [
             (key, form)
@@ -286,9 +301,9 @@ class KVOffloadAdapter(L2AdapterInterface):
         return [key for key in keys if key in deleted]
 
     def _count(self, present: Mapping[Any, Format]) -> None:
-        """Report the objects of `present` as stored, except objects that LMCache already counts.
+        """Report the objects of `present` to LMCache as stored, except objects that LMCache already counts.
 
-        If LMCache counts many objects, also report the evicted objects as deleted.
+        If LMCache counts many objects, also report the evicted objects among them as deleted.
         """
         with self._counting:
             new = {key: form for key, form in present.items() if key not in self._counted}
@@ -300,7 +315,7 @@ class KVOffloadAdapter(L2AdapterInterface):
                 self._next_check = max(_MOST_COUNTED, 2 * len(self._counted))
 
     def _evicted(self) -> list[Any]:
-        """Return the counted objects that are in no tier, as far as this process knows."""
+        """Return the objects that LMCache counts but that are in no tier, as far as this process knows."""
         keys, evicted = [*self._counted], list[Any]()
         for form, rows in _rows_by([*self._counted.values()]):
             for start in range(0, len(rows), _CHECKED_AT_ONCE):
@@ -310,7 +325,9 @@ class KVOffloadAdapter(L2AdapterInterface):
         return evicted
 
     def _report_deleted(self, keys: list[Any]) -> None:
-        """Report objects as deleted. The reported size of an object that LMCache does not count is 0."""
+        """Report objects to LMCache as deleted, with their sizes; 0 as the size of an object that it does not
+        count.
+        """
         if keys:
             self._notify_keys_deleted(keys, [self._counted.pop(key, (0, ""))[0] for key in keys])
 
@@ -375,7 +392,7 @@ def _digest(key: Any, form: Format) -> bytes:
 
 
 def _buffer(obj: Any) -> Any:
-    """Return the bytes of a memory object, as an array without a copy."""
+    """Return an array of the bytes of a memory object, without a copy."""
     return np.frombuffer(obj.byte_array, np.uint8)
 
 

@@ -24,10 +24,10 @@ class _ToEngine(logging.Handler):
 
 
 def join(logger: logging.Logger) -> None:
-    """Forward the library's log to an engine's logger, unless the user has set a handler. Idempotent.
+    """Forward kvoffload's log records to an engine's logger, unless the user has set a handler. Idempotent.
 
-    If the engine's records reach the root logger, propagation of the library's own records is switched off,
-    so that no line is logged twice.
+    If the records of the engine's logger also reach the root logger, kvoffload's own records no longer do, so
+    that no line is logged twice.
     """
     library = logging.getLogger("kvoffload")
     if not library.handlers:
@@ -37,10 +37,11 @@ def join(logger: logging.Logger) -> None:
 
 @contextlib.contextmanager
 def refusals_logged(logger: logging.Logger, outcome: str) -> Iterator[None]:
-    """Log each problem of a `ConfigError` before the error propagates, because the engine may not show its
+    """Log each problem of a `ConfigError` that leaves the context, because the engine may not show its
     message.
 
-    `outcome`: beginning of each line, such as ``not started``.
+    Args:
+        outcome: beginning of each line, such as ``not started``.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Options that SGLang's and LMCache's plug-ins share. Imports no engine."""
+"""Options that the plug-ins for SGLang and LMCache have in common. Imports no engine."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class ObjectOptions:
 
     Attributes:
         tiers: the tiers, from the fastest to the slowest.
-        identity: a name that stands for the weights and for all settings that affect KV but are unknown to
-            the plug-in.
+        identity: a name that the user gives to the weights and to all settings that affect KV but that the
+            plug-in cannot see.
         deadline: longest duration of a load, in seconds. A store may take five times as long
             (`STORE_DEADLINES`).
         staging: largest size of the staging memory between tiers and the engine's RAM, in bytes.
@@ -36,7 +36,7 @@ Options = TypeVar("Options", bound=ObjectOptions)
 def read_object_options(
     kind: type[Options], given: Mapping[str, Any], where: str, also_known: Collection[str] = ()
 ) -> Options:
-    """Read the options of a plug-in. Raises `ConfigError`, all problems at once."""
+    """Read the options of a plug-in. Raises one `ConfigError` that reports all problems."""
     options = read_options(kind, given, where, also_known=also_known)
     if not options.tiers:
         raise ConfigError("tiers", [], 'allowed: a list such as ["disk:/nvme/kv:500GiB"]')
