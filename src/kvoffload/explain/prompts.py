@@ -169,7 +169,7 @@ def _compared(
 
 
 class _Continuations:
-    """For each block, the blocks that followed it in the latest requests, each with its request.
+    """Blocks that followed each block in the latest requests, with these requests.
 
     The block `_ROOT` stands for the start of every prompt. Most blocks have one following block, which is
     stored in an array. Blocks with several are in a dictionary.

@@ -38,8 +38,7 @@ from kvoffload.tiers.spec import open_tiers
 logger = logging.getLogger("lmcache.kvoffload")
 WHERE = "adapter_params"
 _KEY_FORMAT = 1
-"""Version of the format of keys and objects. Increment it when the keys or the order of bytes in an object
-change."""
+"""Version of the format of keys and objects. Increment it when the keys or the bytes of an object change."""
 _LOADERS = 2
 _MOST_COUNTED = 1 << 16
 """When LMCache counts this many objects, the adapter checks for the first time which of them were evicted."""
@@ -284,7 +283,7 @@ class KVOffloadAdapter(L2AdapterInterface):
     def _delete(self, keys: Sequence[Any]) -> list[Any]:
         """Delete objects in all formats that are known for their kinds.
 
-        Returns the keys of the objects that were present, and of those that LMCache counts.
+        Returns the keys of objects that were present, and of objects that LMCache counts.
         """
         named = [
             (key, form)

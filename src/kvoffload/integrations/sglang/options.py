@@ -21,8 +21,8 @@ class StorageOptions(ObjectOptions):
     """Options of `KVOffloadStorage`.
 
     Attributes:
-        zero_copy: transfers without staging memory: ``always``, ``never``, or ``auto`` (only if all tiers are
-            shared).
+        zero_copy: transfer between the tiers and SGLang's memory without staging memory: ``always``,
+            ``never``, or ``auto``, which means only if all tiers are shared.
     """
 
     deadline: Duration = 2.0
@@ -31,19 +31,20 @@ class StorageOptions(ObjectOptions):
 
     @property
     def allows_zero_copy(self) -> bool | None:
-        """The option as the argument `zero_copy` of `ObjectStore`: True, False, or None for ``auto``."""
+        """The option `zero_copy` as `ObjectStore` takes it: True, False, or None for ``auto``."""
         return {ALWAYS: True, NEVER: False}.get(self.zero_copy)
 
 
 def parse_options(extra_config: Mapping[str, Any] | None) -> StorageOptions:
-    """Read the options. Raises `ConfigError`, all problems at once."""
+    """Read the options. Raises one `ConfigError` that reports all problems."""
     return read_object_options(StorageOptions, extra_config or {}, WHERE, also_known=OF_SGLANG)
 
 
 def divided(tier: TierOptions, num_ranks: int) -> TierOptions:
-    """Return the options of a tier for one rank: an equal share of the capacity and of the daily writes.
+    """Return the options of a tier for one of `num_ranks` ranks, which share its capacity equally.
 
-    The options of a tier without a capacity are returned unchanged.
+    The limit of daily writes is divided, too. The options of a tier without a capacity are returned
+    unchanged.
     """
     if num_ranks == 1 or not isinstance(tier, SizedTierOptions):
         return tier

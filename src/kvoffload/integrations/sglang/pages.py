@@ -1,4 +1,4 @@
-"""Access to the pages in SGLang's host pools: the addresses of each page, and a text that describes the page
+"""Access to the pages in SGLang's host pools: the addresses of each page, and a description of the page
 format.
 
 Does not know keys or tiers.
@@ -30,16 +30,16 @@ _ANATOMY = tuple(
 class HostPages:
     """The pages of a host pool.
 
-    If the pool can report the addresses of its pages (`get_page_buffer_meta`), this class copies no page.
-    Otherwise it lets the pool copy each page (`get_data_page`, `set_from_flat_data_page`).
+    If the pool can report the addresses of its pages (`get_page_buffer_meta`), the pages are transferred
+    without a copy. Otherwise the pool itself must copy each page (`get_data_page`,
+    `set_from_flat_data_page`).
 
     Attributes:
         page_bytes: bytes of a page.
-        sizes: bytes of each extent of a page.
-        description: text about the page format. Pools with equal page formats have equal texts.
+        sizes: bytes of each extent (contiguous piece of memory) of a page.
+        description: a text that describes the page format. It is equal for pools with equal page formats.
 
-    Raises: `ConfigError` for a pool without a dtype, because otherwise pages of another dtype could be
-    served.
+    Raises: `ConfigError` for a pool without a dtype, because then pages of another dtype could be served.
     """
 
     def __init__(self, name: str, pool: Any) -> None:
@@ -69,18 +69,22 @@ class HostPages:
         return False, (page.numel() * page.element_size(),)
 
     def has_indices_for(self, keys: Sequence[str], indices: Any) -> bool:
-        """Return True if `indices` has the number of host indices that the pages `keys` need."""
+        """Return True if `indices` has as many host indices as the pages with these keys have tokens."""
         return indices is not None and int(indices.numel()) == len(keys) * self.page_size
 
     def stored(self, indices: Any) -> tuple[Extents, object]:
-        """Return the memory of pages to store, and an object that keeps the memory alive."""
+        """Return the memory from which to store pages, and its owner, which the caller must keep."""
         if self._has_addresses:
             return self._addresses(indices), self._pool
         pages = [self._pool.get_data_page(index, flat=True).contiguous() for index in self._heads(indices)]
         return _of_tensors(pages), pages
 
     def loaded(self, indices: Any) -> tuple[Extents, Callable[[Mask], None]]:
-        """Return memory for the pages to load, and a function that moves the loaded pages into the pool."""
+        """Return the memory into which to load pages, and a function to call after the load.
+
+        The function takes the mask of loaded pages, and moves these pages into the pool if they are not yet
+        there.
+        """
         if self._has_addresses:
             return self._addresses(indices), lambda mask: None
         pages = [self._pool.get_dummy_flat_data_page() for _ in self._heads(indices)]
@@ -108,7 +112,7 @@ def _of_tensors(pages: Sequence[Any]) -> Extents:
 
 
 def _runs(sizes: Sequence[int]) -> list[list[int]]:
-    """Encode a list of sizes as runs of equal sizes: ``[size, length of the run]`` for each run."""
+    """Shorten a list of sizes to pairs [size, how often it is repeated]."""
     runs: list[list[int]] = []
     for size in sizes:
         if runs and runs[-1][0] == size:
@@ -125,16 +129,15 @@ def _plain(value: Any) -> Any:
 
 
 def best_block_bytes(sizes: Sequence[int], extents: Sequence[int]) -> int:
-    """Return the block size for objects of these sizes, in bytes.
+    """Choose the block size, in bytes, for a store whose objects have these sizes.
 
-    - If all objects have the same size, a block is a whole object. But if an object has few large extents of
-      equal size, a block is an extent, because then pages need no copy.
-    - If objects have several sizes, the block size is the multiple of 4 KiB with the smallest total cost of
-      padding and number of blocks.
+    - If all objects have the same size, a block is a whole object. Exception: if an object has few large
+      extents of equal size, a block is an extent, so that pages can be transferred without a copy.
+    - Otherwise a multiple of 4 KiB, for which the cost is lowest: few blocks per object, and little padding.
 
     Args:
-        sizes: bytes of an object of each pool.
-        extents: bytes of the extents of an object of the first pool.
+        sizes: for each pool, the bytes of one of its objects.
+        extents: bytes of each extent of an object of the first pool.
     """
     if len(set(sizes)) == 1:
         parts = len(extents)

@@ -1,7 +1,8 @@
 """The identity of an SGLang engine that produces pages: SGLang's arguments, versions, device and weights.
 
-Every argument that `producer_table` does not list is *bound*: it is part of the fingerprint. The format of a
-page, including the dtype, is part of each key (`pages`).
+Pages may be used only by an engine with the same *fingerprint*. Every argument of SGLang that
+`producer_table` does not list is *bound*, which means that it is part of the fingerprint. The format of a
+page, including the dtype, is part of each key instead (`pages`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from kvoffload.model.weights import files_of, weights_identity
 from kvoffload.transfer.engine import cpu_capability
 
 _KEY_FORMAT = 1
-"""Version of the keys and of the byte order in an object. Increment it when keys or byte order change."""
+"""Version of the format of keys and objects. Increment it when the keys or the bytes of an object change."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _LIBRARIES = ("sglang", "torch", "triton", "flashinfer-python", "sgl-kernel", "sglang-kernel")
 
@@ -45,8 +46,8 @@ class Producer:
         facts: all parts of the fingerprint except the weights.
         models: path and revision of each model.
         download_dir: SGLang's cache of weights from the hub; empty for the default cache.
-        identity: the user's name for the weights. In the fingerprint for shared tiers it replaces the
-            weights.
+        identity: a name that the user gives to the weights. In the fingerprint for shared tiers this name
+            replaces the files and commits of the weights.
         loads_adapters: True if requests may use LoRA adapters. The fingerprints do not include the contents
             of adapters.
     """
@@ -58,22 +59,27 @@ class Producer:
     loads_adapters: bool
 
     def fingerprint(self) -> str:
-        """Return the fingerprint for tiers of this machine."""
+        """Return the fingerprint for tiers that only this machine uses."""
         weights = [[*model, *self._files_and_commits(*model)] for model in self.models]
         return _text({**self.facts, "weights": weights, "identity": self.identity})
 
     def shared_fingerprint(self, name: str) -> str:
-        """Return the fingerprint for tiers that machines share. Raises `ConfigError` for unknown weights.
+        """Return the fingerprint for tiers that several machines share.
 
         Args:
-            name: the tier's name for the weights; empty for none. The fingerprint also includes `identity`.
+            name: a name for the weights from the tier's options; empty for none. The fingerprint also
+                includes `identity`.
+
+        Raises: `ConfigError` if the weights have no name and cannot be identified otherwise.
         """
         names = [given for given in (name, self.identity) if given]
         identities = [] if names else [weights_identity(model, self.download_dir) for model, _ in self.models]
         return _text({**self.facts, "weights": identities, "names": names})
 
     def check_weights(self) -> None:
-        """Raise `ConfigError` if this machine has neither files nor a hub commit of a model."""
+        """Raise `ConfigError` if the weights of a model cannot be identified, by files or by a commit of the
+        hub.
+        """
         if self.facts.get(f"sglang.{LOAD_FORMAT}") == DUMMY:
             return  # the seed determines the weights
         for model, revision in self.models:
@@ -143,8 +149,8 @@ def find_producer(storage_config: Any, pools: Mapping[str, HostPages], identity:
 def server_arguments() -> dict[str, Any] | None:
     """Return SGLang's arguments in this process; None if unknown.
 
-    Returns the values that the user has given. For the arguments in `RESOLVED`, returns the values that
-    SGLang has resolved.
+    An argument has the value that the user has given, except the arguments in `RESOLVED`, which have the
+    value that SGLang has derived from it.
     """
     try:
         from sglang.srt.runtime_context import get_server_args

@@ -1,7 +1,7 @@
-"""SGLang's arguments that do not change the bytes of a page. All other arguments are bound (`producer`).
+"""SGLang's arguments that cannot change the bytes of a page. All other arguments are part of the fingerprint
+(`producer`).
 
-The list was made for SGLang 0.5.23. An argument belongs here only if it cannot change the KV of a given
-prompt.
+The list was made for SGLang 0.5.23. Add an argument only if it cannot change the KV of a given prompt.
 """
 
 from __future__ import annotations
@@ -68,19 +68,20 @@ WITHOUT_EFFECT = frozenset(
     weight_loader_prefetch_num_threads
     """.split()  # noqa: SIM905
 )
-"""Arguments that do not change KV. Names of weights are among them, because the files or the commit identify
-the weights."""
+"""Arguments that are not part of the fingerprint. These include the names of weights, because the
+fingerprint contains their files or commit."""
 
 SEED, LOAD_FORMAT, DUMMY = "random_seed", "load_format", "dummy"
-"""Names of two arguments; load format of random weights. Other weights ignore the seed."""
+"""`SEED` and `LOAD_FORMAT` are names of arguments. With the load format `DUMMY`, SGLang draws random
+weights from the seed; with other formats the seed does not affect the weights."""
 
 RESOLVED = (
     SEED, "model_path", "revision", "speculative_draft_model_path", "speculative_draft_model_revision",
 )  # fmt: skip
-"""Arguments for which the fingerprint has SGLang's resolved value instead of the user's value. SGLang draws
-the seed at each start, and replaces names of ModelScope models and of GGUF files by local paths."""
+"""Arguments whose value in the fingerprint is the value that SGLang has derived from the user's value.
+SGLang draws the seed at each start, and replaces names of ModelScope models and GGUF files by local paths."""
 
 VARIABLES_WITHOUT_EFFECT = re.compile(
     r"SGLANG_(TEST|HICACHE|LOG|TORCH_PROFILER|HOST|PORT|TMP|CACHE_DIR|.*TIMEOUT).*"
 )
-"""Environment variables that do not change KV. All other ``SGLANG_*`` variables are bound."""
+"""Environment variables that do not change KV. All other ``SGLANG_*`` variables are bound (`producer`)."""

@@ -1,4 +1,4 @@
-"""The ranks of an SGLang server: which ranks have equal pages, and which part of a disk each rank uses.
+"""The ranks of an SGLang server: which ranks compute equal pages, and which directory each rank uses.
 
 A rank is one scheduler process. `HiCacheStorageConfig` has the ranks of tensor, pipeline and context
 parallelism. SGLang's runtime context has the rank of data parallelism.
@@ -14,7 +14,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.tiers.spec import SizedTierOptions, TierOptions
 
 _RANK_SHARDED = {PoolName.MAMBA.value}
-"""Pools whose pages are divided among the ranks even if all ranks have equal KV pages (MLA)."""
+"""Pools of which each rank holds a different part of a page, even if all ranks have equal KV pages (MLA)."""
 
 
 def check_ranks(config: HiCacheStorageConfig, tiers: Sequence[TierOptions]) -> None:
@@ -41,7 +41,7 @@ def num_ranks(config: HiCacheStorageConfig) -> int:
 
 
 def directory_of(config: HiCacheStorageConfig) -> str:
-    """Return the name of this rank's directory, or an empty text if the server has one rank."""
+    """Return the name of the directory in which this rank stores pages; empty if the server has one rank."""
     names = [
         f"{kind}{rank}of{count}"
         for kind, rank, count in (
@@ -56,9 +56,9 @@ def directory_of(config: HiCacheStorageConfig) -> str:
 
 
 def shard_of(config: HiCacheStorageConfig, name: str) -> str:
-    """Return a text that identifies this rank's part of a page in pool `name`.
+    """Return a text that identifies the part of each page that this rank has in the pool `name`.
 
-    Ranks with equal pages get equal texts.
+    Ranks that have equal pages get equal texts, and can use each other's pages.
     """
     shard = f"pp{config.pp_rank}/{config.pp_size} cp{config.attn_cp_rank}/{config.attn_cp_size}"
     if config.dcp_size > 1:

@@ -1,12 +1,12 @@
-"""`KVOffloadStorage`: SGLang's third level of KV cache in our tiers.
+"""`KVOffloadStorage`: the third level of SGLang's KV cache (HiCache), kept in tiers of kvoffload.
 
     --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{"backend_name": "kvoffload",
         "module_path": "kvoffload.integrations.sglang", "class_name": "KVOffloadStorage", "interface_v1": 1,
         "hicache_storage_pass_prefix_keys": true, "tiers": ["disk:/nvme/kv:500GiB"]}'
 
-Translates SGLang's pages, keys and host pools into objects (`kvoffload.integrations.objects`). SGLang's
-threads for queries, reads and writes call the storage. Each call waits for the tiers until its deadline.
-Neither a failure nor an internal error raises an exception in SGLang.
+Translates SGLang's pages, keys and host pools into objects (`kvoffload.integrations.objects`). SGLang calls
+the storage from its threads for queries, reads and writes. Each call waits for the tiers until its deadline.
+Neither a failing tier nor an internal error raises an exception in SGLang.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class KVOffloadStorage(HiCacheStorage):
     backend.
 
     Raises: `ConfigError` from the constructor for invalid options, and from `on_host_pools_registered` if the
-    engine's pages cannot be identified. If a directory or server cannot be used now, the storage logs an
-    error and runs without this tier.
+    engine's pages cannot be identified. If the directory or server of a tier cannot be used now, the storage
+    logs an error and runs without this tier.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
@@ -102,9 +102,10 @@ class KVOffloadStorage(HiCacheStorage):
 
     @contained(False, when_broken=lambda storage: True)
     def clear(self) -> bool:
-        """Forget all pages in all tiers, for all machines. Returns False if a tier has not confirmed.
+        """Forget all pages in all tiers. In a shared tier they are forgotten for all machines.
 
-        Also clears the tiers after an internal error, because otherwise a later process could find the pages.
+        Returns False if a tier has not confirmed this. Also works after an internal error, because otherwise
+        a later process could find the pages.
         """
         self._paths.clear()
         confirmed = self.store is not None and self.store.clear()
@@ -116,7 +117,9 @@ class KVOffloadStorage(HiCacheStorage):
 
     @contained(None)
     def get_stats(self) -> Any:
-        """Return pages and GB/s of the transfers since the last call, for SGLang's metrics."""
+        """Return the size, in pages, and the speed, in GB/s, of each transfer since the last call, for
+        SGLang's metrics.
+        """
         from sglang.srt.observability.metrics_collector import StorageMetrics
 
         metrics = StorageMetrics()
@@ -130,14 +133,14 @@ class KVOffloadStorage(HiCacheStorage):
 
     @contained(lambda keys, extra_info=None: 0)
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """Return the number of leading pages that are in some tier."""
+        """Return the number of pages before the first page that is in no tier."""
         return _leading(self._find(PoolName.KV.value, keys))
 
     @contained(lambda keys, host_indices, extra_info=None: [False] * len(keys))
     def batch_get_v1(
         self, keys: list[str], host_indices: Any, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Read pages into the host pool; return True for each page that was found and sound."""
+        """Read pages into the host pool; return True for each page that was found and is not damaged."""
         return self._get(PoolName.KV.value, keys, host_indices, _prefix(extra_info))
 
     @contained(lambda keys, host_indices, extra_info=None: [False] * len(keys))
@@ -159,7 +162,10 @@ class KVOffloadStorage(HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """Return the number of leading pages that all pools can restore. Each pool has its own hit policy."""
+        """Return the number of leading pages that can be restored from all pools.
+
+        Each pool has its own hit policy: some need all leading pages, others only the last pages.
+        """
         kv_pages = len(keys)
         if PoolName.KV.value in self._pages:
             kv_pages = _leading(self._find(PoolName.KV.value, keys))
@@ -186,14 +192,18 @@ class KVOffloadStorage(HiCacheStorage):
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Read pages of several pools into host memory. Returns results by name of the pool."""
+        """Read pages of several pools into host memory. Returns results as `batch_get_v1`, for each pool by
+        name.
+        """
         return self._of_pools(self._get, transfers, extra_info)
 
     @contained(lambda transfers, extra_info=None: _nothing(transfers))
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Write pages of several pools from host memory. Returns results by name of the pool."""
+        """Write pages of several pools from host memory. Returns results as `batch_set_v1`, for each pool by
+        name.
+        """
         return self._of_pools(self._set, transfers, extra_info)
 
     # ---- the first interface: flat tensors
@@ -208,7 +218,7 @@ class KVOffloadStorage(HiCacheStorage):
 
     @contained(lambda keys, target_locations=None, target_sizes=None: [None] * len(keys))
     def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
-        """Read pages into flat tensors of the size of a page. The result has None for each missing page."""
+        """Read pages into flat tensors of the size of a page. Returns the tensors; None for missing pages."""
         targets = list(target_locations or [None] * len(keys))
         page_bytes = self._pages[PoolName.KV.value].page_bytes
         if any(target is None or target.numel() * target.element_size() != page_bytes for target in targets):
@@ -308,8 +318,9 @@ class KVOffloadStorage(HiCacheStorage):
     ) -> ObjectPath:
         """Return the path that consists of `prefix` and `keys`.
 
-        SGLang passes the pages of an operation in several batches. If `prefix` is the path of the previous
-        batch, `keys` extend this path, so that the policies count each page of an operation only once.
+        SGLang passes the pages of one operation in several batches. If `prefix` is the path of the previous
+        batch, `keys` are appended to this path, so that the policies count each page of the operation only
+        once.
         """
         before, page_bytes = prefix or [], self._pages[name].page_bytes
         path, chain = self._paths.get(kind, (None, before))
@@ -335,7 +346,10 @@ class KVOffloadStorage(HiCacheStorage):
         ]
 
     def _pages_of_groups(self, transfer: PoolTransfer) -> int:
-        """Count the leading pages of a `BLOCK_GROUPS` pool whose groups are complete in the tiers."""
+        """Count the leading pages of a pool with the hit policy `BLOCK_GROUPS`.
+
+        A page counts only if all pages of its group are in the tiers.
+        """
         if not transfer.group_pages or not transfer.keys:
             return 0
         return (

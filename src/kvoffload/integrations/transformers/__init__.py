@@ -1,7 +1,7 @@
 """Prefix caching for Hugging Face transformers: the KV of known prompts is loaded from a `KVCache`.
 
-`PrefixCache.generate` takes the arguments of ``model.generate``. `model` reads the layout of a model and
-refuses models that cannot be cached; `batch` loads and stores the KV of one batch.
+`PrefixCache.generate` takes the arguments of ``model.generate``. The module `model` reads the layout of a
+model and refuses models that cannot be cached. The module `batch` loads and stores the KV of one batch.
 """
 
 from kvoffload.integrations.transformers.batch import PrefixBatch

@@ -1,4 +1,4 @@
-"""The KV of one batch of prompts: loads the longest known prefixes, and stores computed blocks."""
+"""The KV of one batch of prompts: loads the longest stored prefixes, and stores newly computed blocks."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from kvoffload.errors import ConfigError
 
 
 class PrefixBatch:
-    """A context manager for a batch of prompts. It loads the leading columns whose KV is known for all rows.
+    """A context manager for a batch of prompts. When it is entered, it loads KV into `cache`: the first
+    columns of the batch, up to the first column that is not stored for every row.
 
-    All rows of a batch have the same number of columns in `cache`. The tokens of a left-padded row begin
-    after its padding. The columns of the padding contain zeros.
+    A column is a position in the padded prompts. The tokens of a left-padded row begin after its padding, and
+    the padding's columns in `cache` contain zeros.
 
     Attributes:
         cache: a `DynamicCache` of `num_cached` columns, for ``model(..., cache=cache)``. Before transformers
             5.24 the argument is named ``past_key_values``. Layers with a sliding window also keep all tokens,
             because later prompts may continue any prefix.
         num_cached: number of leading columns of the batch that are in `cache`. The last column of the batch
-            is never among them.
+            is never among them, because the model must compute at least one token.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class PrefixBatch:
         """Begin a batch.
 
         Args:
-            counts_padding: True if the model counts padded columns as positions. If True, rows with different
+            counts_padding: True if the model counts padded columns as positions. Then rows with different
                 padding share no KV.
         """
         self._kv_cache, self._ids = kv_cache, input_ids
@@ -66,16 +67,16 @@ class PrefixBatch:
     def store(self, sequences: torch.Tensor, *, prompts_only: bool = False) -> int:
         """Store the KV in `cache` after a model has extended it; return the number of stored tokens.
 
-        May be called again when `cache` has more columns.
+        May be called again when the model has added columns to `cache`.
 
         Args:
-            sequences: token ids of all rows: prompts and generated tokens. If a prompt has several sequences,
-                their rows follow one another, as in the result of ``model.generate``.
+            sequences: token ids of all rows: prompts and generated tokens. If several sequences were
+                generated for a prompt, their rows follow one another, as in the result of ``model.generate``.
             prompts_only: True to store only the prompts. Needed after beam search, which reorders the rows of
                 `cache`.
 
-        Raises: `ConfigError` unless the sequences begin with the prompts and with the sequences of the
-        previous call.
+        Raises: `ConfigError` if a sequence does not begin with its prompt and with the tokens that the
+        previous call stored for its row.
         """
         kv = [(layer.keys, layer.values) for layer in self.cache.layers]
         if not kv:
@@ -103,7 +104,7 @@ class PrefixBatch:
         return stored
 
     def _load(self) -> None:
-        """Load the longest known prefix of each row, and keep the columns that all rows have."""
+        """Load the longest stored prefix of each row, then keep only the columns that every row has."""
         layout, (rows, width) = self._kv_cache.layout, self._ids.shape
         kv = [
             tuple(
@@ -131,7 +132,7 @@ class PrefixBatch:
 
 
 def _continuation(sequence: torch.Tensor, known: torch.Tensor, name: str) -> torch.Tensor:
-    """Return the tokens after the `known` tokens. Raises `ConfigError` if the sequence begins differently."""
+    """Return the tokens of `sequence` after `known`. Raises `ConfigError` if `known` is not its beginning."""
     begin = sequence[: len(known)].to(known.device)
     if len(begin) < len(known) or not bool((begin == known).all()):
         raise ConfigError(

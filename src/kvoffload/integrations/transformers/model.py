@@ -1,4 +1,6 @@
-"""Facts about a transformers model: layout of its KV, digest of its configuration, reasons to refuse it."""
+"""Properties of a transformers model: the layout of its KV, and a digest of its configuration. Refuses models
+whose KV cannot be cached.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from kvoffload.integrations.transformers.rope import check_rope, probe_rope
 
 AXES = "batch head token dim"
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
-"""Name of the cache in the arguments and results of models. Since transformers 5.24 it is ``cache``."""
+"""Name of the cache in arguments and results of models: ``cache`` since transformers 5.24, formerly
+``past_key_values``."""
 _LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 _WITHOUT_EFFECT = {
     *("_name_or_path", "_commit_hash", "transformers_version", "architectures", "use_cache"),
@@ -27,11 +30,11 @@ _WITHOUT_EFFECT = {
 
 
 def kv_layout(model: Any, block_tokens: int = 16) -> KVLayout:
-    """Return the layout of a model's KV. Determines it by a forward pass of one token.
+    """Return the layout of a model's KV. To find the layout, the model computes one token.
 
     Raises: `ConfigError` for a model in training mode or with unsuitable KV. The KV must be one key and one
-    value for each token and layer, of equal shape and on one device. So encoder-decoders, linear attention,
-    paged attention, and rope that depends on the total length are refused.
+    value for each token and layer, of equal shape and on one device. Therefore these are refused:
+    encoder-decoders, linear attention, paged attention, and rope that depends on the total length.
     """
     if model.config.is_encoder_decoder:
         raise ConfigError("model", type(model).__name__, "allowed: decoder-only; it is an encoder-decoder")

@@ -1,4 +1,6 @@
-"""``model.generate`` with a prefix cache. It has the same arguments and gives the same answers."""
+"""``model.generate`` with a prefix cache: takes the same arguments, and gives the same answers up to
+rounding.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ _REFUSED = {
     "custom_generate": "without a loop of its own",
     "prefill_chunk_size": "without chunks, which begin at the first token",
 }
-"""Mapping: argument of ``model.generate`` that is refused -> reason."""
+"""Arguments of ``model.generate`` that are refused, each with the rest of the error's message."""
 
 
 class PrefixCache:
@@ -39,13 +41,13 @@ class PrefixCache:
             prefix = PrefixCache(model, cache)
             output = prefix.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=200)
 
-    In float32, greedy decoding gives the same tokens as ``model.generate``. In bfloat16 or float16, rounding
-    may change some tokens, because the model computes fewer tokens at once.
+    In float32, greedy decoding gives the same tokens as ``model.generate``. In bfloat16 or float16 some
+    tokens may differ by rounding, because the model computes fewer tokens at once.
 
     Args:
         model: a decoder-only model with full or sliding attention, on one device.
-        cache: from `kvoffload.open`, with ``layout=kv_layout(model)``. The model's configuration is part of
-            every key, but its weights are not: name them in the argument `model` of `kvoffload.open`.
+        cache: from `kvoffload.open`, with ``layout=kv_layout(model)``. Every key of the cache contains the
+            model's configuration, but not its weights: name them in the argument `model` of `kvoffload.open`.
 
     Raises: `ConfigError` for a model that cannot be cached, or a cache of another layout.
     """
@@ -59,14 +61,15 @@ class PrefixCache:
     def begin(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, *, salt: str = ""
     ) -> PrefixBatch:
-        """Return a context manager that loads the longest known prefix of a batch.
+        """Return a context manager that loads the longest stored prefix of a batch.
 
         Pass its attribute ``cache`` to ``model(...)`` or ``model.generate``.
 
         Args:
             input_ids: prompts of equal length; shape ``(batch, tokens)``.
-            attention_mask: None or all ones. Padding is refused: without ``position_ids`` a model counts it
-                as positions, so that the stored KV would be wrong in batches with other padding.
+            attention_mask: None or all ones. Padding is refused: without ``position_ids`` a model counts
+                padding as positions, so the KV stored for one padding would be wrong for prompts with another
+                padding.
             salt: any text, for example a tenant. Prompts with different salts share no KV.
 
         Raises: `ConfigError` for padding.
@@ -86,10 +89,11 @@ class PrefixCache:
     ) -> Any:
         """Generate as ``model.generate`` does, and store the KV of prompts and answers.
 
-        If the answer cannot be stored, a warning is logged and the answer is returned.
+        If the KV cannot be stored, a warning is logged and the answer is returned nevertheless.
 
-        Raises: `ConfigError` if KV depends on arguments other than the tokens (images, embeddings,
-        positions), and for static, quantized and paged caches. All checks are made before the model computes.
+        Raises: `ConfigError` if the arguments contain anything besides the tokens that affects KV (images,
+        embeddings, positions), or ask for a static, quantized or paged cache. All arguments are checked
+        before the model computes.
         """
         ids = options.pop("input_ids", None) if inputs is None else inputs
         if not isinstance(ids, torch.Tensor):
@@ -116,7 +120,8 @@ class PrefixCache:
     def _named(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
         """Return all arguments of ``model.generate`` by name.
 
-        `arguments`: the positional arguments after `inputs`.
+        Args:
+            arguments: the positional arguments after `inputs`.
         """
         parameters = inspect.signature(self._model.generate).parameters.values()
         names = [known.name for known in parameters if known.kind is known.POSITIONAL_OR_KEYWORD][1:]
@@ -134,8 +139,7 @@ class PrefixCache:
         return PrefixBatch(self._cache, ids, mask, salt, counts_padding=counts_padding)
 
     def _check_model(self, ids: torch.Tensor) -> None:
-        """Raise `ConfigError` if the model is in training mode or the prompts are on another device than the
-        model."""
+        """Raise `ConfigError` if the model is in training mode or is not on the device of the prompts."""
         if self._model.training:
             raise ConfigError("model.training", True, "allowed: False, without dropout; call model.eval()")
         if ids.device != self._model.device:
@@ -165,7 +169,9 @@ class PrefixCache:
             raise ConfigError("attention_mask", None, f"give it: the prompts contain the padding token {pad}")
 
     def _setting(self, name: str, config: Any, options: dict[str, Any]) -> Any:
-        """Return a setting from `options`, else from `config`, else from the model; None if it is unset."""
+        """Return a setting from the first of these that has it: `options`, `config`, the model. None if none
+        has it.
+        """
         for value in (
             options.get(name),
             getattr(config, name, None),

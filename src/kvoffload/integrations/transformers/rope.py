@@ -1,7 +1,7 @@
 """Refusal of rope types with which the KV of a token depends on the length of the whole sequence.
 
-Known types are refused by name. Other models are probed: if the last token moves to another position, the KV
-of the earlier tokens must not change.
+Known rope types of this kind are refused by name. Any other model is tested (probed): its last token is moved
+to a far position, and the KV of the earlier tokens must stay the same.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from kvoffload.errors import ConfigError
 
 _NAMES = ("rotary", "rope")
 _FACTORS = (4, 64)
-"""Probed sequence lengths, as multiples of ``max_position_embeddings``."""
+"""Sequence lengths that are probed, divided by ``max_position_embeddings``."""
 LONGEST_TABLE = 1 << 19
 """Longest sequence length that is probed. A module may compute a table of all positions, which takes 256 MiB
 at this length."""
 _TOLERANCE = 0.02
-"""Largest difference that counts as rounding, as a fraction of the largest value."""
+"""Largest difference that counts as rounding, divided by the largest value of the tensor."""
 _ALLOWED = "allowed: rope whose KV does not depend on the total length, such as default, yarn"
 
 
@@ -31,10 +31,10 @@ def check_rope(fields: Any, path: str = "model.config", in_rope: bool = False) -
     """Refuse types of rope that are known to depend on the length of the sequence.
 
     Args:
-        fields: a configuration as a dict, or a part of it.
-        path: name of this part.
-        in_rope: True if `fields` are inside ``rope_parameters`` or a similar field. Only there the field
-            ``type`` of older configurations means the type of rope.
+        fields: a model's configuration as a dict, or a nested part of it.
+        path: name of the part, for the error's message.
+        in_rope: True if the part is inside ``rope_parameters`` or a similar field. Only there the field
+            ``type``, which older configurations use, means the type of rope.
 
     Raises: `ConfigError` that names the field.
     """
@@ -49,11 +49,11 @@ def check_rope(fields: Any, path: str = "model.config", in_rope: bool = False) -
 def probe_rope(model: Any, longest: int, kv_of: Callable[[list[int]], list[torch.Tensor]]) -> None:
     """Refuse a model whose KV depends on the length of the sequence, whatever the name of its rope type.
 
-    The model computes a few tokens three times. In the first and third pass, the last token is
-    near the other tokens; in the second pass it is at position ``longest - 1``. The KV of the other tokens
-    must be the same in all passes. Positions beyond `longest` could cause an error on a device, so only
-    copies of the rotary modules compute them, on the CPU. Beyond `longest`, a change of rope outside of these
-    modules is not detected.
+    The model computes a few tokens three times. In the first and third pass the last token is near the other
+    tokens; in the second pass it is at position ``longest - 1``. The KV of the other tokens must be the same
+    in all passes. Positions beyond `longest` could cause an error on a device, so for these only copies of
+    the model's rotary modules are called, on the CPU. Rope that is computed outside of these modules is
+    therefore checked only up to `longest`.
 
     Args:
         longest: ``max_position_embeddings``.
@@ -89,7 +89,7 @@ def probe_rope(model: Any, longest: int, kv_of: Callable[[list[int]], list[torch
 
 
 class Outcome(enum.Enum):
-    """Effect of a longer sequence on the results of a rotary module."""
+    """Effect of a longer sequence on the results of a rotary module for the tokens before the last."""
 
     SAME = "the results for the leading tokens are the same"
     CHANGES = "they differ"
@@ -102,11 +102,11 @@ def _refuse(model: Any, what: str) -> NoReturn:
 
 
 class _Call(NamedTuple):
-    """A call of a rotary module in a forward pass.
+    """Arguments with which a forward pass has called a rotary module, to call the module again.
 
     Attributes:
-        lengths: the possible lengths of the sequence. An integer argument of the call that has one of these
-            values is taken as the length.
+        lengths: values that may be the length of the sequence. An integer argument with one of these values
+            is assumed to be the length.
     """
 
     module: Any
@@ -116,14 +116,16 @@ class _Call(NamedTuple):
 
     @property
     def makes_table(self) -> bool:
-        """True if the call has the sequence's length as an argument, to make a table of positions."""
+        """True if an argument is the sequence's length: the module then makes a table of positions."""
         return any(self._is_length(value) for value in (*self.args, *self.options.values()))
 
     def _is_length(self, value: Any) -> bool:
         return type(value) is int and value in self.lengths
 
     def in_sequence(self, length: int) -> Outcome:
-        """Call again with the last token at position ``length - 1``; compare the results for other tokens."""
+        """Repeat the call with the last token at position ``length - 1``; compare the results for the other
+        tokens.
+        """
 
         def longer(value: Any) -> Any:
             if isinstance(value, torch.Tensor) and not value.is_floating_point() and value.numel() > 1:
@@ -167,7 +169,9 @@ def _on_cpu(value: Any) -> Any:
 
 @contextmanager
 def _recorded_calls(model: Any, lengths: Set[int]) -> Iterator[list[_Call]]:
-    """Record the first call of each rotary module. The yielded list is filled when the context ends."""
+    """Record the first call of each rotary module inside the ``with`` block. The list is filled when the
+    block ends.
+    """
     calls: dict[int, _Call] = {}
 
     def record(module: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -188,7 +192,7 @@ def _recorded_calls(model: Any, lengths: Set[int]) -> Iterator[list[_Call]]:
 
 
 def _leading(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cut two results to their common sizes. Also remove the last token, because its position differs."""
+    """Cut two results to their common size, without the last token, whose position differs between them."""
     for axis in range(min(first.ndim, second.ndim) - 1):
         size = min(first.shape[axis], second.shape[axis])
         size -= size > 1
@@ -197,9 +201,10 @@ def _leading(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def _is_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return True if two tensors have the same shape and are equal up to rounding.
+    """Return True if two tensors have the same shape, and their values differ at most by rounding.
 
-    NaN and infinity count as 0, because the probe's tokens are arbitrary and their values may overflow.
+    NaN and infinity are replaced by 0 before the comparison: the probe's tokens are arbitrary, so that their
+    values may overflow.
     """
     first, second = (tensor.float().nan_to_num(0.0, 0.0, 0.0) for tensor in (first, second))
     bound = _TOLERANCE * float(first.abs().max()) if first.numel() else 0.0
