@@ -45,7 +45,7 @@ class OpenAIServer:
             stops sending, a request may take up to three times as long.
 
     Attributes:
-        url: the address for messages: without user, password and ``/v1``.
+        url: the address without user, password and ``/v1``, for messages.
 
     Thread: any. Every method raises `NoAnswerError` if the server gives no usable answer.
 

@@ -124,7 +124,7 @@ _CANARY_FAILS = f"""{_CANARY_FAILED}
 and ignoring (result) changes((
   kvoffload_canary_last_run_timestamp_seconds and ignoring (result) {_CANARY_FAILED}
 )[2d:5m]) > 0"""
-"""PromQL that is true if at least two runs failed within two days, including the last run."""
+"""PromQL that is true if the last run of the canary failed, and an earlier run in the last two days, too."""
 
 _HALVED = f"""({_ratio("1h")} < 0.5 * ({_ratio("1h", "1d")}))
 unless ({_ratio("1h")} >= 0.5 * ({_ratio("1h", "7d")}))

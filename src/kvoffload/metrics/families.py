@@ -15,7 +15,8 @@ from kvoffload.core.miss_reasons import LIVE_REASONS
 VLLM_PREFIX: Final = "vllm:kvoffload_"
 """Prefix of the metrics in vLLM.
 
-It contains ``vllm`` because vLLM unregisters only such metrics when an engine ends.
+The prefix contains ``vllm`` because vLLM, when an engine ends, unregisters only metrics whose names contain
+``vllm``.
 """
 LIBRARY_PREFIX: Final = "kvoffload_"
 
@@ -73,8 +74,8 @@ TENANT_COUNTERS = {
 TENANT_GAUGES = {"tenant_held_blocks": "With tenants: blocks of the tenant in RAM, readable or being stored."}
 """Metrics with the label ``tenant``: the name of a tenant with a quota, or ``other`` for all other tenants.
 
-If the engines of a shared pool have shares, the label is ``own`` (this engine), ``others`` (other running
-engines) or ``ended`` (ended engines).
+In a shared pool whose engines have shares, the label instead has the value ``own`` (this engine), ``others``
+(other running engines) or ``ended`` (ended engines).
 """
 TENANT_TIER = "tenant_tier_held_blocks"
 WHAT_IF_RATIO, WHAT_IF_GAIN = "what_if_hit_ratio", "what_if_gain"
@@ -149,7 +150,7 @@ class Family:
 
     @property
     def documentation(self) -> str:
-        """The help text in ``/metrics``: the meaning, and the meaning of each value of the label."""
+        """The help text in ``/metrics``: the metric's meaning, then the meaning of each label value."""
         if not self.values:
             return self.meaning
         explained = "; ".join(f"{value}: {meaning}" for value, meaning in self.values.items())

@@ -41,7 +41,7 @@ def fetch(address: str, timeout_s: float, *, field: str = "url") -> str:
         address: see `metrics_url`.
         timeout_s: time limit for the whole reply, in seconds. If the server stops sending in the middle of
             the reply, the call may take up to twice this time.
-        field: the option, for messages.
+        field: name of the option that contains the address. Error messages mention this name.
 
     Raises: `UnavailableError` if the server does not send a complete reply of at most `MAX_BYTES`;
     `ConfigError` if the address is not an HTTP address.

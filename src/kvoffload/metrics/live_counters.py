@@ -97,7 +97,7 @@ _KNOWN: Mapping[str, Family] = {family.series_name(""): family for family in FAM
 
 @dataclass(frozen=True)
 class TierRates:
-    """Rates of a tier in an interval, per second, and values of gauges at its end.
+    """Rates of a tier in an interval, per second, and values of gauges at the end of the interval.
 
     A rate is None in the tier's first interval. A gauge is None if the server does not report it. `faults`
     are counts since the server's start.
@@ -156,7 +156,8 @@ class EngineRates:
         faults: counts since the server's start.
         what_if: estimates for the current setting of RAM, then for each setting to try. Empty without the
             option ``what_if``.
-        tenants: tenants with quotas, most blocks first. With shares in a shared pool, engines are tenants.
+        tenants: tenants with quotas, the tenant with the most blocks first. In a shared pool with shares,
+            each engine is a tenant.
         is_restarted: True if a counter decreased, because the engine was restarted and counts from 0 again.
     """
 

@@ -45,9 +45,11 @@ _BESIDES = {
     *("global_head_dim", "num_global_key_value_heads", "swa_head_dim", "swa_num_key_value_heads"),
     *("attention_other_setting", "block_configs", "per_layer_config"),
 }
-"""Configuration keys of refused models, which store more than keys and values or have different layers."""
+"""Configuration keys of models that store more than keys and values, or whose layers differ.
+`bytes_per_token` refuses such models."""
 _UNCLEAR_TYPES = {"longcat_flash"}
-"""Model types that are refused: each layer has two attentions, so the number of layers is ambiguous."""
+"""Model types that are refused, because each layer has two attentions and the number of layers is
+ambiguous."""
 _EXPANDED = {"minicpm3"}
 """Model types with latent attention that nevertheless store keys and values of all heads."""
 _KV_HEADS = (
@@ -91,7 +93,8 @@ def bytes_per_token(model: str, kv_cache_dtype: str = "auto") -> int:
 def sliding_layers(model: str) -> tuple[int, int]:
     """Return the number of layers with a sliding window, and the number of all layers; (0, 0) if unknown.
 
-    vLLM frees the blocks of such layers outside the window, so a GPU holds more tokens of the model.
+    In a layer with a sliding window, vLLM frees the blocks outside the window. So the KV cache of a GPU holds
+    more tokens of such a model than `bytes_per_token` suggests.
     """
     if (place := _config_file(model)) is None:
         return 0, 0
@@ -225,9 +228,9 @@ def _of_config(model: str, config: Mapping[str, Any], number_bytes: int) -> int:
 def _numbers(model: str, text: Mapping[str, Any]) -> Callable[..., int]:
     """Return a function that reads a positive integer from the configuration `text` of a model.
 
-    The arguments of the returned function are field names, and `default`. It searches the fields in this
-    order, and returns the first positive integer. If no field has a positive integer, it returns `default`;
-    if `default` is None, it raises `ConfigError`. If a field has a list, it also raises `ConfigError`.
+    The returned function, ``number(*names, default=None)``, tries the field names in order and returns the
+    first positive integer. If there is none, it returns `default`, or raises `ConfigError` if `default` is
+    None. A list also raises `ConfigError`, because it means that the layers differ.
     """
 
     def number(*names: str, default: int | None = None) -> int:

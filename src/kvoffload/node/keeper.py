@@ -3,7 +3,7 @@
 Runs as a script. Imports neither this package nor numpy, so that the process needs only 9 MiB. Command-line
 arguments: the pool's directory, and the seconds between two checks.
 
-Also owns the byte locks of the file ``members``, and its two words for the keep time.
+In the pool's file ``members``, this module also owns the byte locks, and the two words for the keep time.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ MEMBERS = "members"
 MAX_MEMBERS = 64
 """Limit of engines that use a pool at the same time. Each engine locks a byte of the file `MEMBERS`."""
 LAST_USED_AT, KEEP_AT = 2, 3
-"""Positions of two float64 words in the file `MEMBERS`: time of the pool's last use (`time.monotonic`), and
-its keep time, which is the number of seconds from the last use to the removal."""
+"""Positions of two float64 words in the file `MEMBERS`: the time of the pool's last use
+(`time.monotonic`), and the pool's keep time, which is the number of seconds from the last use to the
+removal."""
 _KEEPER_BYTE = MAX_MEMBERS
 _LONGEST_INTERVAL_S = 5.0
 _FLOCK = "hhqqi4x"

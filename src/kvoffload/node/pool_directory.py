@@ -8,8 +8,8 @@ A pool is a directory ``kvoffload-node-USER-NAME`` in ``/dev/shm`` with these fi
 - ``slots``: the bytes of the blocks and their checksums. The integration owns this file.
 - ``findings-I``: the results of the audits of engine ``I``. The integration owns these files.
 
-Owns ``members``. A lock of each user guards all changes of the user's pool directories, so that concurrent
-starts never create two pools.
+Owns ``members``. Each user has one lock for all of the user's pool directories. A process holds this lock
+while it changes any of these directories, so that engines that start at the same time never create two pools.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _MAGIC = 0x6B766F66_6E6F6465
 _MAGIC_AT, _FORMAT_AT, _LAST_USED_AT, _KEEP_AT, _FIRST_RECORD = 0, 1, keeper.LAST_USED_AT, keeper.KEEP_AT, 8
 _RECORD_WORDS = 8
 _ENGINE, _PID, _JOINED, _DEAD_SINCE, _HAS_MANAGER = range(5)
-"""Positions of words in a record.
+"""Positions of words in an engine's record in the file ``members``.
 
 - `_ENGINE`: digest of the engine's id, or 0 for a free record.
 - `_PID`: pid of the engine's first process.
@@ -148,7 +148,7 @@ class PoolDirectory:
 
     @property
     def num_members(self) -> int:
-        """Number of engines with a record: live engines, and dead engines before `bury`."""
+        """Number of engines with a record: the live ones, and dead ones before `bury` removed them."""
         return sum(self.is_member(number) for number in range(MAX_MEMBERS))
 
     def is_member(self, number: int) -> bool:
@@ -356,7 +356,8 @@ def remove(name: str, root: Path = SHARED_MEMORY) -> int:
 def locked(root: Path) -> Iterator[None]:
     """Hold the lock of this user's pools: no other process creates, joins or removes pools meanwhile.
 
-    Raises: `UnavailableError` if the lock is not free in 30 s. Its owner is then probably stopped.
+    Raises: `UnavailableError` if the lock is not free in 30 s, probably because its owner is suspended
+    (SIGSTOP).
     """
     path = root / f".{PREFIX}{os.geteuid()}.lock"
     until = time.monotonic() + LOCK_PATIENCE_S
@@ -409,7 +410,7 @@ def wait_for_lock(fd: int, path: Path, until: float) -> None:
 
 
 def _holder_of(fd: int) -> str:
-    """Describe the process that has locked a file: ``process 17, which is stopped (kill -CONT 17),``."""
+    """Describe who has locked a file, for a message: ``process 17, which is stopped (kill -CONT 17),``."""
     file, pid = os.fstat(fd), 0
     place = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}:{file.st_ino}"
     with contextlib.suppress(OSError, ValueError):

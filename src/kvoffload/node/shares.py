@@ -1,4 +1,5 @@
-"""Shares of engines in a pool. Each engine is a tenant, which owns the engine's blocks.
+"""Shares of engines in a pool. Each engine counts as a tenant (`core.tenants`) and owns the blocks that it
+stores.
 
 Owns the mapping of engine numbers to tenants. Tenant 0 stands for all engines that cannot have a share.
 """
@@ -27,7 +28,7 @@ def owner_of(number: int) -> int:
 
 
 def take_share(tenants: Tenants, number: int, share: int, running: Iterable[int], capacity: int) -> None:
-    """Set the share of an engine that joins, in blocks.
+    """When an engine joins, set its share of the pool to `share` blocks.
 
     The engine becomes the owner of all blocks that already belong to its tenant. So a restarted engine, which
     usually gets its former number, owns the blocks that it stored before the restart.

@@ -17,7 +17,7 @@ _SENTENCES = {
 def check_table(checked: Check) -> Table:
     """Build the table for a page or the terminal.
 
-    The notes below it are the sentences of `check_sentences`.
+    The notes below the table are the sentences of `check_sentences`.
     """
     rows = [
         (row.name, value_text(row, row.server), value_text(row, row.predicted), _difference(row), _limit(row))

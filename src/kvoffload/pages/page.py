@@ -82,7 +82,10 @@ Part = Chart | Table | Text
 
 
 def check_report(path: Path, *, force: bool) -> None:
-    """Raise `ConfigError` if the report cannot be written. Call this function before the replays."""
+    """Raise `ConfigError` if the report cannot be written.
+
+    Call this function before the replays, so that a wrong path does not cost their result.
+    """
     if path.suffix not in (".html", ".htm"):
         raise ConfigError("report", str(path), "allowed: a file that ends in .html")
     check_new("report", path, force=force)
@@ -92,9 +95,9 @@ def check_report(path: Path, *, force: bool) -> None:
 
 
 def write_report(path: Path, content: str) -> None:
-    """Write a page atomically.
+    """Write a page atomically. Raises `ConfigError` if the file cannot be written.
 
-    Call this function after the answer is printed. Raises `ConfigError` if the file cannot be written.
+    Call this function after the answer has been printed, so that a full disk does not cost the answer.
     """
     with replaced("report", path) as incomplete:
         incomplete.write_text(content, "utf-8")
@@ -185,7 +188,7 @@ def _in_script(text: bytes) -> str:
 
 
 def _compressed(source: str) -> str:
-    """Compress the source of plotly.js to text, two fifths of the size. page.js expands the text."""
+    """Compress the source of plotly.js to base64 text of two fifths the size, which page.js expands."""
     return base64.b64encode(gzip.compress(source.encode(), mtime=0)).decode()
 
 

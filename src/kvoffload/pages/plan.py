@@ -49,7 +49,7 @@ def _parts(answer: PlanAnswer) -> Iterator[Part]:
 
 
 def _points(rows: Sequence[PlanRow], x: Sequence[float], name: str, **look: object) -> dict[str, object]:
-    """Build a chart's points: row `i` has its savings at ``x[i]``. Hover text names the purchase."""
+    """Build the points of a chart: the savings of row `i` at ``x[i]``. Hover text names the purchase."""
     return {
         "type": "scatter", "mode": "markers", "name": name, "x": list(x),
         "y": [100 * row.saved for row in rows], "text": [_hover(row) for row in rows],
@@ -201,7 +201,8 @@ def _wait_for_money(answer: PlanAnswer, asked_s: float) -> Chart:
 def _waits(timed: InTime) -> Chart | Text:
     """Build the chart of the times to first token.
 
-    A run has no bars if its queue grows without end: its times depend on the length of the recording.
+    If the queue of a run grows without end, the chart has no bars for the run, because the times would depend
+    on the length of the recording.
     """
     names = ("p50", "mean", "p90", "p99")
     runs = {"recommended": timed.with_offload, "the GPUs alone": timed.without}

@@ -108,10 +108,10 @@ def _of_timing(timed: InTime) -> Iterator[Assumption]:
 
 
 def _with_unit(name: str, value: float) -> str:
-    """Format a number of a machine's description: ``50.4 GB/s``, ``5 ms``.
+    """Format the value of a field of `Machine` with its unit: ``50.4 GB/s``, ``5 ms``.
 
-    `name` is a field of `Machine`, whose ending determines the unit: ``_bytes_per_s`` means GB/s,
-    ``tokens_per_s`` and ``_squared`` mean no unit, and all other fields are times.
+    The end of the field's `name` determines the unit: ``_bytes_per_s`` means GB/s, ``tokens_per_s`` and
+    ``_squared`` mean no unit, and all other fields are times.
     """
     if name.endswith("_bytes_per_s"):
         return f"{value / 1e9:.4g} GB/s"

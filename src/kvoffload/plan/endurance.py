@@ -56,9 +56,9 @@ class Endurance(msgspec.Struct, frozen=True, kw_only=True):
 def budgeted_row(rows: Sequence[Measured], chosen: Measured) -> Measured | None:
     """Return the row whose write budget is reported; None if no feasible row has a write budget.
 
-    If the chosen row has a write budget, return it. Otherwise return the best feasible row with a write
-    budget. If a purchase with such a feasible row also has rows that would wear its SSDs out, consider only
-    the purchase with the best of these wearing rows.
+    If the chosen row has a write budget, return the chosen row. Otherwise return the best feasible row with a
+    write budget. Without budgets, some rows would wear the SSDs of their purchase out. If any such purchase
+    also has a feasible row with a budget, only the purchase with the best worn row is considered.
     """
     if chosen.row.ssd_write_budget:
         return chosen
@@ -76,7 +76,7 @@ def _quality(measured: Measured) -> tuple[float, float]:
 
 
 def unlimited_cell(row: PlanRow) -> Cell:
-    """Return the cell of a row, changed to SSDs without a write budget that admit every block."""
+    """Return the row's purchase and setup, but with every block admitted to SSDs, and no write budget."""
     setup = replace(row.setup, ssd_write_budget=0.0, ssd_admission="all")
     return Cell(row.purchase, setup)
 

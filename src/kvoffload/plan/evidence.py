@@ -1,6 +1,7 @@
 """Facts about a recording, before any purchase: rates, the ceiling of savings, and hits of the GPUs.
 
-Numbers are sums over all replicas. Replays nothing.
+Numbers are sums over all replicas. Simulates only unlimited caches and the caches of the GPUs, because these
+do not depend on a purchase.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from kvoffload.sweep.task import Share, TraceSource, load
 from kvoffload.traces.trace import Trace
 
 _BUSY_MS = 60_000
-"""Period, in ms, over which peak traffic is averaged. RAM buffers shorter peaks of writes."""
+"""Period, in ms, over which peak traffic is averaged. Shorter peaks do not matter, because RAM buffers the
+writes."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Evidence:
             recording.
         footprint_blocks: the largest number of unique blocks that one replica has.
         ceiling_hits: block references that unlimited caches would serve.
-        apart_hits: block references that unlimited caches would serve if replicas shared none of them.
+        apart_hits: block references that unlimited caches would serve if each replica had its own cache.
         refs: for each window, the number of block references.
         window_ends_s: for each window, the time of its last arrival, in seconds after the first arrival of
             the recording; empty if the recording has no times.
@@ -84,7 +86,7 @@ class Evidence:
 
     @property
     def replayed(self) -> tuple[SweptTrace, ...]:
-        """All traces that a plan replays; `whole` is last."""
+        """All traces that a plan replays: the trace of each replica, then `whole` if it is not None."""
         return self.traces if self.whole is None else (*self.traces, self.whole)
 
     @property

@@ -1,7 +1,7 @@
 """Membership in the pool that engines of a machine share (``ram: {"shared": "node"}``).
 
-Owns the conditions under which engines can share a pool, and the list of settings that must be equal in all
-engines of a pool. Decides nothing about blocks.
+Decides whether an engine may share its RAM, and lists the settings that must be equal in all engines of a
+pool. Decides nothing about blocks.
 """
 
 from __future__ import annotations

@@ -20,14 +20,17 @@ T = TypeVar("T")
 
 
 def take_over(ours: type[T], made: object) -> T:
-    """Return an object of class `ours`, a subclass of the class of `made`, with the attributes of `made`."""
+    """Return a new object of class `ours` that takes over the attributes of `made`.
+
+    `ours` must be a subclass of the class of `made`.
+    """
     taken = ours.__new__(ours)
     vars(taken).update(vars(made))
     return taken
 
 
 def watch_evictions(block_pool: Any, notify: Callable[[int, Any], None]) -> None:
-    """From now on, call ``notify(number, key)`` for each cached block that the pool drops."""
+    """From now on, call ``notify(block_id, key)`` whenever the pool drops a cached block."""
     evict = block_pool._maybe_evict_cached_block
 
     def evict_and_notify(block: Any) -> Any:

@@ -84,8 +84,8 @@ def why_not_kept(vllm_config: Any, *, sees_requests: bool, are_named: bool) -> s
     """Return the reason why tiers cannot keep this engine's blocks for later processes; "" if there is none.
 
     Args:
-        sees_requests: True if the connector sees every request. It then uses no tiers for requests with a
-            LoRA adapter.
+        sees_requests: True if the connector sees every request. The connector then keeps requests with a LoRA
+            adapter away from tiers.
         are_named: True if the user has named the weights for this tier (`identity` or `salt`). The user must
             then change the name whenever the weights change.
     """

@@ -26,11 +26,11 @@ class TenantOptions(Quotas):
 
     @property
     def min_bytes(self) -> int:
-        """Sum of the minimums of RAM."""
+        """Bytes of RAM that the minimum quotas of all tenants add up to."""
         return sum(low for low, _ in self.ram.values())
 
     def in_blocks(self, ram_bytes: int, capacity_blocks: int) -> dict[str, Quota]:
-        """Convert the quotas of RAM to blocks, rounded down. A maximum is at least one block."""
+        """Convert the quotas of RAM to blocks. Rounds down, but keeps a maximum at one block or more."""
         return _in_blocks(self.ram, ram_bytes, capacity_blocks)
 
     def wrong_tiers(self, tiers: Sequence[TierOptions]) -> Iterator[ConfigError]:

@@ -114,11 +114,13 @@ def facts_with_chunks(spec: Any, facts: EngineFacts, blocks_per_chunk: int | Non
 def fences_come_late(vllm_config: Any, kv_cache_config: Any, version: str) -> bool:
     """Return True if this engine may overwrite a block before it waits for the stores that read the block.
 
-    A step waits for stores in ``handle_preemptions``. Model runner V1 calls ``handle_preemptions`` before it
-    writes to new blocks. For models that need zeroing, model runner V2 zeroes the new blocks and makes
-    copy-on-write copies before that call (docs/upstream.md, "Fences before writes").
+    In each step, vLLM waits for stores when it calls ``handle_preemptions``. Model runner V1 makes this call
+    before it writes to new blocks. Model runner V2 makes this call too late for models whose new blocks must
+    be zeroed: it first zeroes the blocks and makes copy-on-write copies (docs/upstream.md, "Fences before
+    writes").
 
-    If a setting is unknown, the result is True. The cost of a wrong True is a few blocks that are not stored.
+    If a setting is unknown, the result is True, because a wrong True only costs a few blocks that are not
+    stored.
     """
     number = minor(version)
     if number is not None and number < SINCE_DEVICES:
@@ -189,8 +191,8 @@ RAM = "CPU"
 def events(base: Any, keys: list[bytes], removed: bool, medium: str = RAM) -> list[Any]:
     """Return a list with vLLM's event for blocks that were added to a medium or removed from it.
 
-    The list is empty for a shared tier if this version's events have no field ``ownership``: vLLM would
-    interpret a removal from the tier as a removal from RAM.
+    For a shared tier, the list is empty if the events of this vLLM version have no field ``ownership``.
+    Without that field, vLLM would take a removal from the tier for a removal from RAM.
 
     Args:
         base: ``vllm.v1.kv_offload.base``.

@@ -1,8 +1,8 @@
 """Compares blocks that the engine has just computed with the stored blocks.
 
 Owns the comparison and its thread; `transfer.difference` defines the limits. Reads the engine's tensors
-itself, without the code that copies stores, so that it detects errors of this code, too. Does not know keys,
-and discards no blocks.
+itself. If it used the code that copies blocks to RAM, it could not detect errors of that code. Does not know
+keys, and discards no blocks.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class DeviceCopies:
             raise failed
 
     def _check(self, slots: SlotsSpec) -> None:
-        """Raise `ValueError` for slots outside the pool: vLLM's kernels do not check addresses."""
+        """Raise `ValueError` for slots outside the pool, because vLLM's kernels do not check addresses."""
         rows = slots.block_ids
         if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self._num_slots:
             raise ValueError(f"slots {rows.tolist()} must lie in 0 to {self._num_slots - 1}")
@@ -128,7 +128,7 @@ def views_of(pool: SharedPool, part: int, layout: Layout, page_bytes: Sequence[i
 
 
 def _pin(pool: SharedPool) -> list[int]:
-    """Pin the slots. Returns the addresses to unpin; none if pinning fails: copies are then slower."""
+    """Pin the slots and return the pinned addresses. If pinning fails, return [] and accept slower copies."""
     address, num_bytes, began = pool.address, pool.num_slots * pool.slot_stride, time.monotonic()
     step = max(1, PIN_AT_ONCE_BYTES // pool.slot_stride) * pool.slot_stride
     pinned: list[int] = []

@@ -1,7 +1,7 @@
 """The layout of an engine block in a slot.
 
-Owns the offsets of the engine's tensors in a worker's part of a slot. Maps each row of a transfer to a source
-and a destination. Does not know devices or pools: all results are numbers.
+Owns the offsets of the engine's tensors in a worker's part of a slot. For each block of a transfer, computes
+the source and the destination. Does not know devices or pools: all results are numbers.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Layout:
 
 
 def _offsets(sizes: Sequence[int], groups: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
-    """Return the lowest offset of each tensor at which it overlaps no earlier tensor of the same group."""
+    """For each tensor, return the lowest offset at which no earlier tensor of its KV groups is overlapped."""
     members = [{tensor for tensor, _ in group} for group in groups]
     starts: list[int] = []
     for tensor, size in enumerate(sizes):
