@@ -158,7 +158,8 @@ class Fleet:
     def holds_blocks(self, purchase: Purchase) -> bool:
         """Return True if each bought part has room for a block: RAM and SSDs of each replica, the servers.
 
-        A scale below 1 does not help, because timed replays do not divide sizes by the scale.
+        Replays divide sizes by `scale`, so a part must hold `scale` blocks. At a scale below 1, it must still
+        hold one block, because timed replays do not divide sizes.
         """
         block = self.block_bytes * max(1.0, self.scale)
         bought = (
@@ -171,9 +172,10 @@ class Fleet:
     def steps(self, footprint_blocks: int) -> tuple[list[int], list[int]]:
         """List the numbers of modules and the numbers of drives per host to try, each in doubling steps.
 
-        The smallest numbers hold one block per replica; 0 drives are tried, too. The numbers end at the slots
-        of the host. Modules end earlier if they hold the footprint, because a recording cannot show a benefit
-        of more RAM. Drives do not end earlier, because more drives wear out later.
+        The smallest number of each list has room for one block per replica; 0 drives are tried, too. The
+        largest number fills the slots of the host. If fewer modules hold all blocks of the recording, the
+        list of modules ends there, because the recording cannot show a benefit of more RAM. The list of
+        drives does not end early, because more drives wear out later.
         """
         ram = [self.blocks(self.ram_bytes(Purchase(n, 0))) for n in range(self.prices.ram.slots + 1)]
         modules = [n for n in range(1, len(ram)) if ram[n - 1] < footprint_blocks]
@@ -182,7 +184,7 @@ class Fleet:
         return _coarse(useful), [0, *_coarse(drives)]
 
     def server_steps(self, unique_blocks: int) -> list[int]:
-        """List the numbers of servers to try, in doubling steps. Superfluous servers are not tried."""
+        """List the numbers of servers to try, in doubling steps. Stops when all blocks fit."""
         held = [self.server_blocks(Purchase(0, 0, n)) for n in range(self.prices.server.slots + 1)]
         counts = [n for n in range(1, len(held)) if held[n - 1] < unique_blocks]
         return _coarse([n for n in counts if self.holds_blocks(Purchase(0, 0, n))])

@@ -145,8 +145,9 @@ class Plan:
 
     Invalid options raise `ConfigError` before any replay.
 
-    If there is an output, rows are written to this file, and finished replays to ``OUTPUT.journal``. The
-    journal is kept, unlike a sweep's: a later run with another target, budget or price reuses the replays.
+    If there is an output, rows are written to this file, and finished replays to ``OUTPUT.journal``. Unlike
+    the journal of a sweep, this journal is kept, because a later run with another target, budget or price can
+    reuse its replays.
 
     Args:
         source: the recording.
@@ -281,7 +282,7 @@ class Plan:
 
 
 def _in_pools(setups: Sequence[Setup]) -> list[Setup]:
-    """Return a copy of each setup with shared RAM. Victim tiers are left out: each belongs to one device."""
+    """Return a copy of each setup with shared RAM. Skips victim tiers, because each belongs to one device."""
     return [replace(setup, shared_ram=True) for setup in setups if setup.store == ON_COMPUTE]
 
 
@@ -399,7 +400,7 @@ class _Search:
     def confirm(
         self, sampled: Choice, rows: Sequence[Measured], sample: _Search
     ) -> tuple[list[Measured], Choice]:
-        """Check the choice on the sample with all sessions; returns all measured rows and the new choice.
+        """On all sessions, check the choice that a sample gave; return all measured rows and the new choice.
 
         Args:
             sampled, rows: choice and rows that `sample` has found.

@@ -21,7 +21,7 @@ ENOUGH_REQUESTS = 10_000
 ENOUGH_SESSIONS, ENOUGH_LONG_SESSIONS = 500, 200
 """Fewest sessions in a representative sample, for short sessions and for long sessions."""
 LONG_SESSION = 20
-"""Sessions, of agents for example, are long if they have at least this number of requests on average.
+"""Sessions count as long, as sessions of agents do, if they have this many requests or more on average.
 
 Measured error of a sample: with half of 454 such sessions, hit ratios were up to 1.7 points too low.
 """

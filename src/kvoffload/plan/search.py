@@ -37,8 +37,8 @@ class TierAxis:
         axis: field of `Purchase` with the number of drives or servers.
         counts: numbers of drives or servers to try, ascending, without 0.
         setups: setups of RAM with this kind of tier behind it.
-        within_rating: returns the setups with a write budget that replace a given setup, which exceeds the
-            rated writes of the SSDs.
+        within_rating: function that is called with a setup that would wear the SSDs out. It returns the
+            setups with a write budget that are measured in its place.
     """
 
     axis: Literal["drives", "servers"]
@@ -175,8 +175,8 @@ def confirm(
     Args:
         sampled: choice on the sample.
         rows: rows of the sample.
-        guess: function that chooses among the row `begin` and the corrected rows, in this order. If it is
-            None, step 2 uses the neighbours in `sampled`.
+        guess: function that chooses among the row `begin` and the corrected rows, in this order. If `guess`
+            is None, step 2 uses the neighbours in `sampled`.
     """
     purchase, table = sampled.chosen.row.purchase, _Table(space, measure, begin)
     ways = sorted((measured for measured in rows if measured.row.purchase == purchase), key=_quality)
@@ -237,7 +237,7 @@ class _Table:
         self.rows.update(zip(new, self._measure(new, later), strict=True))
 
     def measure_within_rating(self, axis: TierAxis, setups: Sequence[Setup], later: int) -> list[Setup]:
-        """Measure setups with a write budget in place of setups that wear out SSDs; return the new setups."""
+        """Replace the setups that wear out SSDs by setups with a write budget; measure and return these."""
         cells = [
             Cell(cell.purchase, setup)
             for cell, measured in self.rows.items()
@@ -336,7 +336,7 @@ def _are_equal(rows: dict[Cell, Measured], setup: Setup, other: Setup) -> bool:
 def _extreme_writer(rows: dict[Cell, Measured], extreme: Callable[..., Setup]) -> list[Setup]:
     """Return a list with the setup that writes least (`extreme` is `min`) or most (`max`) to RAM.
 
-    The same setup writes least or most to the tiers behind RAM. The list is empty if `rows` is empty.
+    Such a setup also writes least or most to the tiers behind RAM. The list is empty if `rows` is empty.
     """
     written: dict[Setup, float] = {}
     for cell, measured in rows.items():

@@ -133,8 +133,8 @@ def best_of_each(rows: Sequence[Measured], *, feasible_first: bool = False) -> l
     """List the best feasible row of each purchase, cheapest purchase first.
 
     Args:
-        feasible_first: True to list the best infeasible row of a purchase without a feasible row. False to
-            leave such a purchase out.
+        feasible_first: True to list a purchase without a feasible row, too, by its best infeasible row. False
+            to leave such a purchase out.
     """
     best: dict[Purchase, Measured] = {}
     for measured in rows:
@@ -147,7 +147,7 @@ def best_of_each(rows: Sequence[Measured], *, feasible_first: bool = False) -> l
 
 
 def _rank(measured: Measured) -> tuple[bool, float, bool]:
-    """Sort key of a row, larger for a better row: feasible, then more savings, then LRU (simplicity)."""
+    """Sort key, larger for a better row: feasible rows, then more savings, then LRU because it is simple."""
     row = measured.row
     return row.feasible, row.saved, (row.policy, row.admission) == (YARDSTICK, "all")
 

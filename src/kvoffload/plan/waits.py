@@ -21,8 +21,9 @@ def choose_by_wait(rows: Sequence[Measured], most_s: float, clock: Clock) -> Cho
     add no savings, because RAM in front of the same SSDs shortens waits.
 
     Each ladder is bisected for its cheapest purchase within the limit, on the assumption that more RAM never
-    lengthens waits. If no purchase of the ladder is known to be within the limit, purchases are timed first,
-    in descending order of RAM, until one is within the limit or the wait no longer decreases.
+    lengthens waits. The bisection starts from a purchase that is known to be within the limit. If there is
+    none, purchases are timed in descending order of RAM, until one is within the limit or the wait no longer
+    decreases.
 
     Only the best row of each purchase is timed. If no timed row is within the limit, the timed row with the
     shortest wait is chosen.

@@ -148,7 +148,7 @@ def money(price: float, currency: str) -> str:
 
 
 def certainty(lead: Interval | None) -> str:
-    """Describe the certainty of a lead: ``sure``, ``likely: ...``, ``not sure: -0.1 to +1.6 points``."""
+    """Describe how certain it is that one row saves more than another: ``sure``, ``not sure: ...``."""
     level = certainty_of(lead and lead.low, lead and lead.correlation)
     if level is Certainty.SURE:
         return "sure"

@@ -209,7 +209,7 @@ def _connector() -> Any:
 
 
 def workers_wait_s(pool_bytes: int) -> float:
-    """Return the longest time, in seconds, that a worker waits for the other workers' allocations."""
+    """Return the seconds after which a worker stops waiting for the other workers' allocations."""
     return max(WORKERS_WAIT_S, WORKERS_WAIT_S_PER_GIB * pool_bytes / 2**30)
 
 
