@@ -94,7 +94,7 @@ def sliding_layers(model: str) -> tuple[int, int]:
     """Return the number of layers with a sliding window, and the number of all layers; (0, 0) if unknown.
 
     In a layer with a sliding window, vLLM frees the blocks outside the window. So the KV cache of a GPU holds
-    more tokens of such a model than `bytes_per_token` suggests.
+    more tokens of the model than `bytes_per_token` suggests.
     """
     if (place := _config_file(model)) is None:
         return 0, 0

@@ -410,7 +410,7 @@ def wait_for_lock(fd: int, path: Path, until: float) -> None:
 
 
 def _holder_of(fd: int) -> str:
-    """Describe who has locked a file, for a message: ``process 17, which is stopped (kill -CONT 17),``."""
+    """Describe, for a message, the owner of a lock: ``process 17, which is stopped (kill -CONT 17),``."""
     file, pid = os.fstat(fd), 0
     place = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}:{file.st_ino}"
     with contextlib.suppress(OSError, ValueError):

@@ -28,7 +28,7 @@ def owner_of(number: int) -> int:
 
 
 def take_share(tenants: Tenants, number: int, share: int, running: Iterable[int], capacity: int) -> None:
-    """When an engine joins, set its share of the pool to `share` blocks.
+    """Set the share of the pool that an engine gets when it joins, in blocks.
 
     The engine becomes the owner of all blocks that already belong to its tenant. So a restarted engine, which
     usually gets its former number, owns the blocks that it stored before the restart.

@@ -108,7 +108,7 @@ def _of_timing(timed: InTime) -> Iterator[Assumption]:
 
 
 def _with_unit(name: str, value: float) -> str:
-    """Format the value of a field of `Machine` with its unit: ``50.4 GB/s``, ``5 ms``.
+    """Format the value of a `Machine` field with its unit: ``50.4 GB/s``, ``5 ms``.
 
     The end of the field's `name` determines the unit: ``_bytes_per_s`` means GB/s, ``tokens_per_s`` and
     ``_squared`` mean no unit, and all other fields are times.

@@ -336,7 +336,7 @@ def _are_equal(rows: dict[Cell, Measured], setup: Setup, other: Setup) -> bool:
 def _extreme_writer(rows: dict[Cell, Measured], extreme: Callable[..., Setup]) -> list[Setup]:
     """Return a list with the setup that writes least (`extreme` is `min`) or most (`max`) to RAM.
 
-    Such a setup also writes least or most to the tiers behind RAM. The list is empty if `rows` is empty.
+    This setup also writes least or most to the tiers behind RAM. The list is empty if `rows` is empty.
     """
     written: dict[Setup, float] = {}
     for cell, measured in rows.items():

@@ -131,7 +131,7 @@ class Layout:
 
 
 def _offsets(sizes: Sequence[int], groups: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
-    """For each tensor, return the lowest offset at which no earlier tensor of its KV groups is overlapped."""
+    """Return, for each tensor, the lowest offset at which it overlaps no earlier tensor of its KV groups."""
     members = [{tensor for tensor, _ in group} for group in groups]
     starts: list[int] = []
     for tensor, size in enumerate(sizes):
