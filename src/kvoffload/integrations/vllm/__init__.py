@@ -1,7 +1,7 @@
 """kvoffload inside vLLM: `KVOffloadConnector` (``kv_connector``) and `KVOffloadSpec` (``spec_name``).
 
-This is the only package that knows vLLM. It imports vLLM at the first use of these classes, so options can be
-checked without vLLM.
+This is the only package that knows vLLM. It imports vLLM only when one of these classes is used, so that
+options can be checked on a machine without vLLM.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""``KVOffloadConnector``: vLLM's ``OffloadingConnector`` with our scheduler side and vLLM's worker side.
+"""``KVOffloadConnector``: vLLM's ``OffloadingConnector`` with kvoffload's scheduler side.
 
-The class checks the options and installs the scheduler side.
+The class checks the options and installs this scheduler side. The worker side is vLLM's own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvoffload.integrations.vllm.spec import checked_options
 
 
 class KVOffloadConnector(OffloadingConnector):
-    """Connector that looks up whole prefixes.
+    """A connector for vLLM that looks up whole prefixes, instead of one block after another.
 
     With the option `store: on-device-eviction` it stores the blocks that the GPU drops.
 
@@ -41,7 +41,7 @@ class KVOffloadConnector(OffloadingConnector):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Check the options and return False.
+        """Check the options early, and return False.
 
         If CUDA graphs are on, vLLM calls this method before it starts its processes. So wrong options stop
         the engine before weights are loaded.
@@ -78,10 +78,11 @@ class KVOffloadConnector(OffloadingConnector):
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, *arguments: Any) -> Any:
-        """Return the metrics of our specification.
+        """Return vLLM's metrics for `KVOffloadSpec`.
 
-        Sets the name of the specification in `vllm_config`. The constructor does this, too, but in a
-        ``MultiConnector`` vLLM gives the constructor another copy of the configuration.
+        vLLM finds the metrics by the name of the specification, so this method sets the name in
+        `vllm_config`. The constructor also does this, but inside a ``MultiConnector`` it receives another
+        copy of the configuration.
         """
         _with_spec(vllm_config)
         return super().build_prom_metrics(vllm_config, *arguments)
@@ -123,7 +124,11 @@ class KVOffloadConnector(OffloadingConnector):
             self._recording.recorder.close()
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Watch vLLM's pool of GPU blocks for uncomputed blocks and for drops, as far as options need it."""
+        """Start to watch vLLM's pool of GPU blocks, if the options need it.
+
+        Priority scheduling needs the removal of uncomputed blocks (`Uncomputed`); the mode
+        ``on-device-eviction`` needs to know which blocks the pool drops.
+        """
         super().bind_gpu_block_pool(gpu_block_pool)
         if self._caches_uncomputed and self.connector_scheduler is not None:
             self.connector_scheduler.remove_uncomputed(gpu_block_pool, self._step_tokens)
@@ -132,7 +137,7 @@ class KVOffloadConnector(OffloadingConnector):
 
 
 def _with_spec(vllm_config: Any) -> dict[str, Any]:
-    """Return `kv_connector_extra_config`. Adds our specification to it if the user names none."""
+    """Return `kv_connector_extra_config`, in which `KVOffloadSpec` is the default specification."""
     extra_config: dict[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config
     extra_config.setdefault("spec_name", "KVOffloadSpec")
     extra_config.setdefault("spec_module_path", "kvoffload.integrations.vllm")

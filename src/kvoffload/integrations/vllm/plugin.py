@@ -1,7 +1,7 @@
-"""Plugin for vLLM (entry-point group ``vllm.general_plugins``): registers our classes in all of vLLM's
-processes.
+"""Plugin for vLLM (entry-point group ``vllm.general_plugins``): registers kvoffload's classes in all
+processes of vLLM.
 
-Users can then write ``spec_name: KVOffloadSpec`` and ``kv_connector: KVOffloadConnector`` without module
+Therefore users can write ``spec_name: KVOffloadSpec`` and ``kv_connector: KVOffloadConnector`` without module
 paths, unless ``VLLM_PLUGINS`` excludes kvoffload.
 """
 
@@ -13,10 +13,10 @@ _HOME = "kvoffload.integrations.vllm"
 
 
 def register() -> None:
-    """Register `KVOffloadSpec` and `KVOffloadConnector` in vLLM's factories. Idempotent. Raises nothing.
+    """Register `KVOffloadSpec` and `KVOffloadConnector` in vLLM's factories. Idempotent.
 
-    vLLM imports a registered class only when a configuration names it. An error here is logged and not
-    raised, because vLLM calls plugins in every engine, with or without kvoffload.
+    vLLM imports a registered class only when a configuration names it. An error in this function is logged
+    instead of raised, because vLLM calls it in every engine, also in engines that do not use kvoffload.
     """
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory

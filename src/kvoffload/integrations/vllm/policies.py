@@ -1,11 +1,11 @@
-"""Our policies for vLLM's own offloading manager, for users who do not replace this manager.
+"""kvoffload's policies for vLLM's own offloading manager, for users who do not replace this manager.
 
     "kv_connector_extra_config": {"cpu_bytes_to_use": 68719476736, "eviction_policy": "hazard",
                                   "cache_policy_module_path": "kvoffload.integrations.vllm.policies"}
 
 ``eviction_policy`` is a policy name of kvoffload, ``module:Class`` or ``path/to/file.py:Class``. The names
-``lru`` and ``arc`` mean vLLM's own policies; ours are ``kvoffload-lru`` and ``kvoffload-arc``. Needs vLLM
-0.27 or later, because older versions do not load policies by module path.
+``lru`` and ``arc`` mean vLLM's own policies; for kvoffload's, write ``kvoffload-lru`` and ``kvoffload-arc``.
+Needs vLLM 0.27 or later, because older versions do not load policies by module path.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ _MAX_ABSENT = 100_000
 
 
 def __getattr__(name: str) -> Any:
-    """Return the policy class for a value of ``eviction_policy``. vLLM looks up this value as an attribute of
-    the module."""
+    """Return the policy class for a value of ``eviction_policy``, which vLLM reads as an attribute."""
     if name.startswith("__"):
         raise AttributeError(name)
     policy = name.removeprefix(PREFIX)
@@ -37,30 +36,31 @@ def __getattr__(name: str) -> Any:
 
 
 class _Request:
-    """Our record of a vLLM request. `missed`: keys that were absent when vLLM offered or touched them."""
+    """kvoffload's record of a vLLM request, with keys that were absent when offered or touched."""
 
     def __init__(self, owner: VLLMPolicy, ctx: RequestContext) -> None:
         self.owner, self.ctx, self.missed = owner, ctx, set[bytes]()
 
 
 class VLLMPolicy(CachePolicy):
-    """Adapter of our policies to vLLM's interface.
+    """Adapter that lets vLLM's offloading manager use a policy of kvoffload.
 
-    vLLM's manager first asks for victims and later inserts the new blocks, one by one. Our policies choose
-    victims and insert new blocks in one batch. So this class mirrors vLLM's blocks and their states in an
-    `OffloadingManager`. The first call for a batch makes a plan; the following calls read the plan.
+    vLLM's manager first asks for victims and later inserts the new blocks, one by one. kvoffload's policies
+    choose victims and insert new blocks in one batch. Therefore this class keeps a copy of the states of
+    vLLM's blocks in an `OffloadingManager`. The first call for a batch makes a plan in this manager; the
+    following calls read the plan.
 
-    Differences from our own manager:
+    Differences from kvoffload inside vLLM (`KVOffloadSpec`):
 
     - vLLM stores either all blocks of an offer or none.
     - The admission rule is vLLM's.
     - A policy cannot refuse a block.
 
-    As in our manager, a request never evicts blocks on its own path. When the request finishes, the whole
-    path counts as used, including blocks that the device served. vLLM's own policies see only blocks that
-    were loaded or offered.
+    As with `KVOffloadSpec`, a request never evicts blocks on its own path. When the request finishes, its
+    whole path counts as used, including blocks that the device served. vLLM's own policies see only blocks
+    that were loaded or offered.
 
-    Thread: the scheduler's. Cost: the cost of our manager's calls, plus a call of vLLM for each block.
+    Thread: the scheduler's. Cost: the calls of `OffloadingManager`, plus a call of vLLM for each block.
     """
 
     policy: ClassVar[str] = "lru"
@@ -187,13 +187,13 @@ class VLLMPolicy(CachePolicy):
     # ---- inside
 
     def _manager_for(self, key: bytes) -> OffloadingManager:
-        """Return our manager. The first call creates it for keys of the length of `key`."""
+        """Return the `OffloadingManager`. The first call creates it, for keys as long as `key`."""
         if self._manager is None:
             self._manager = OffloadingManager(self.cache_capacity, key_bytes=len(key), policy=self.policy)
         return self._manager
 
     def _request(self, req_context: Any, keys: list[bytes]) -> _Request:
-        """Return our record of a request. Its path has the keys that vLLM has recorded so far."""
+        """Return kvoffload's record of a request. Its path has the keys that vLLM has recorded so far."""
         request: _Request | None = req_context.get_state(_Request)
         # If vLLM records no positions, only the keys of this call are known.
         positions = getattr(req_context, "_offload_key_positions", None) or dict.fromkeys(keys, 0)
@@ -207,7 +207,10 @@ class VLLMPolicy(CachePolicy):
         return request
 
     def _context(self, key: bytes) -> RequestContext | None:
-        """Return the context of vLLM's last request; None if it has finished or did not miss `key`."""
+        """Return the context of the request that vLLM passed last.
+
+        Returns None if this request has finished, or if `key` is not among the keys that it missed.
+        """
         if self._current is None or key not in self._current.missed or self._current.ctx.finished:
             return None
         return self._current.ctx
@@ -224,7 +227,7 @@ class VLLMPolicy(CachePolicy):
         return evicted
 
     def _forget_expected(self) -> None:
-        """Free the reserved slots of blocks that vLLM did not insert."""
+        """Free the slots that were reserved for blocks which vLLM then did not insert."""
         for key in self._expected:
             self._manager_for(key).complete_store(self._storing.pop(key), success=False)
         self._expected.clear()

@@ -1,8 +1,8 @@
 """Audits of stored blocks: chooses requests, pins the blocks to compare, and counts the workers' findings.
 
-An audited request is computed although RAM holds its blocks. Then the engine offers the computed blocks, and
-the workers compare them with the stored blocks. Owns the choice of requests and the pins. The caller reacts
-to differences.
+An audited request is computed although RAM holds its blocks. When the engine then offers the computed blocks,
+the workers compare them with the stored blocks. Owns the choice of requests and the pins of their blocks. The
+caller decides what to do if blocks differ.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ _MOST_DUE = 65536
 
 
 class Difference(NamedTuple):
-    """A stored block that differs from the computed block. `difference`, `group` and `tensor` describe the
-    value that differs most."""
+    """A stored block that differs from the computed block.
+
+    `difference` is the largest relative difference of a value, at the place `group` and `tensor`.
+    """
 
     key: bytes
     difference: float
@@ -49,7 +51,9 @@ class Difference(NamedTuple):
 
 
 class Audited(NamedTuple):
-    """The pinned blocks to compare, and their rows in the offer."""
+    """Blocks of an offer that are compared with the blocks in RAM: their positions (`rows`) in the offer, and
+    the plan that pins the blocks in RAM.
+    """
 
     rows: npt.NDArray[np.intp]
     plan: LoadPlan
@@ -60,7 +64,7 @@ class Audits:
 
     Attributes:
         num_requests: number of audited requests.
-        results: mapping: result -> number of compared blocks.
+        results: mapping from each result of a comparison (`RESULTS`) to its number of blocks.
         largest: largest difference so far that was small enough to count as rounding.
 
     Thread: the scheduler's. Cost: a checksum of the request's id, only for requests with hits.
@@ -77,11 +81,12 @@ class Audits:
         self.largest = 0.0
 
     def takes(self, request: Request, request_id: str, keys: Iterable[bytes]) -> bool:
-        """Return True if this request is audited.
+        """Return True if this request is audited. Call this only for requests with hits.
 
-        The first call for a request decides. Call this only for requests with hits.
+        The first call for a request decides, and all later calls return the same.
 
-        `keys`: keys of the blocks to compare, used if the request's path is unknown.
+        Args:
+            keys: keys of the blocks to compare, used if the request's path is unknown.
         """
         if request.is_audited is None:
             request.is_audited = self._num_first > 0 or _share_of(request_id) < self._options.share
@@ -94,7 +99,7 @@ class Audits:
         return request.is_audited
 
     def pin(self, offered: Sequence[bytes]) -> Audited | None:
-        """Pin those offered blocks that are due for a comparison and ready in RAM.
+        """Pin the blocks of an offer that are to be compared and that are ready in RAM.
 
         Returns None if there are no such blocks.
         """
@@ -108,7 +113,7 @@ class Audits:
         return Audited(np.array(rows, np.intp)[ready], plan)
 
     def unpin(self, plan: LoadPlan) -> None:
-        """Undo `pin`, because the offer will be repeated."""
+        """Undo `pin`. Called if vLLM will repeat the offer later."""
         self._comparing.difference_update(plan.keys)
         self._manager.unpin(plan)
 
@@ -119,7 +124,7 @@ class Audits:
             self._due.pop(key, None)
 
     def end(self, request_id: str, keys: Collection[bytes], *, success: bool) -> list[Difference]:
-        """End the comparisons of a finished store; return the differences, none if the store failed."""
+        """End the comparisons of a finished store; return the differences. A failed store has none."""
         differences = []
         for plan in self._pinned.take(request_id, keys):
             findings = self._pool.take_findings(plan.slots)
@@ -138,15 +143,15 @@ class Audits:
         return differences
 
     def reset(self) -> list[LoadPlan]:
-        """Forget all comparisons before a reset of the manager; return the plans of the pinned blocks."""
+        """Forget all comparisons before a reset of the manager; return the plans that pin their blocks."""
         self._due.clear()
         self._comparing.clear()
         return self._pinned.drain()
 
 
 def _share_of(request_id: str) -> float:
-    """Map a request's id to a number in [0, 1).
+    """Map a request's id to a number in [0, 1), which is compared with the share of audited requests.
 
-    Equal ids get equal numbers, so the choice of requests needs no state.
+    Equal ids give equal numbers, so no state is needed to choose requests.
     """
     return zlib.crc32(request_id.encode()) / 2**32

@@ -1,4 +1,4 @@
-"""Translates our events to vLLM's form. vLLM's connector publishes them."""
+"""Translates kvoffload's events to vLLM's form. vLLM's connector publishes them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from kvoffload.tiering.tiered_manager import AnyManager
 class Events:
     """Events that vLLM has not taken yet.
 
-    vLLM creates a record of a block when it offers the block, and deletes the record when the block's removal
-    is reported. So a late report would delete the new record of a block that was stored again after a reset.
-    A removal by a reset is therefore reported only if the block is absent when vLLM takes the events.
+    vLLM keeps a record of each block from its offer until its removal is reported. A problem arises if a
+    block is removed by a reset, and stored again before vLLM takes the events: the report of the removal
+    would delete the new record. Therefore a removal by a reset is reported only if the block is absent when
+    vLLM takes the events.
     """
 
     def __init__(self) -> None:
@@ -25,7 +26,7 @@ class Events:
         self._of_tiers: list[OffloadingEvent] = []
 
     def reset(self, manager: AnyManager) -> None:
-        """Collect the events of a manager after its reset."""
+        """Collect the events that a reset of the manager has caused. Called after the reset."""
         for event in manager.take_events():
             if event.medium == RAM:
                 self._removed_by_reset.update(event.keys)
@@ -33,7 +34,7 @@ class Events:
                 self._of_tiers.append(event)
 
     def take(self, manager: AnyManager) -> list[Any]:
-        """Return the events since the last call, in order."""
+        """Return the events since the last call, in vLLM's form and in the order in which they happened."""
         taken = []
         if self._removed_by_reset:
             states = {key: manager.lookup_key(key) for key in self._removed_by_reset}

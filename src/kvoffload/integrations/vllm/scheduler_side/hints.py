@@ -28,7 +28,7 @@ _Priority: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class _Retain(msgspec.Struct):
-    """Payload of a retain action. vLLM has not defined its fields yet; the names are from proposals."""
+    """Data of an action of the type ``retain``. vLLM has not defined its fields: the names are proposals."""
 
     priority: _Priority | None = None
     ttl_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
@@ -72,11 +72,12 @@ def user_hints(kv_transfer_params: Any) -> Hints:
 def envelope_hints(envelope: Any) -> tuple[Hints, list[str]]:
     """Translate the actions of a request's ``kv_hints`` (vLLM 0.31 and later) into hints. Raises nothing.
 
-    We treat an action as a hint, not as a command: a policy learns how useful the hint is. Only the last part
-    of an action's type matters (``kv.retain`` is ``retain``). Later actions override earlier actions.
+    An action is not executed as a command. It becomes a hint, and the policy learns how useful such hints
+    are. Only the last part of an action's type matters: ``kv.retain`` means ``retain``. Later actions
+    override earlier actions.
 
     Returns:
-        The hints, and the name of each action as in `metrics.families.KV_HINTS`.
+        The hints, and for each action its name from `metrics.families.KV_HINTS`.
     """
     hints, names = NO_HINTS, list[str]()
     for action in getattr(envelope, "actions", None) or ():
@@ -109,8 +110,8 @@ def arrival_hints(request: Any) -> Hints:
 def finish_hints(request: Any) -> Hints:
     """Return the finish reason of a vLLM request: ``stop``, ``length``, ``abort``, ...
 
-    If a stop string or an unusual stop token ended the request, the reason is ``stop``, a space, and the
-    string or token. So policies can recognize tool calls, which some models end with a special token.
+    If a stop string or an unusual stop token ended the request, the reason is ``stop``, a space, and this
+    string or token. From it a policy can recognize tool calls, which some models end with a special token.
     """
     reason = request.get_finished_reason()
     if reason is None:

@@ -14,10 +14,10 @@ P = TypeVar("P", LoadPlan, StorePlan)
 
 
 class InFlight(Generic[P]):
-    """Plans of transfers, by request.
+    """Plans of transfers in flight, by request.
 
-    A transfer may end after its request has finished. Transfers of a plan's blocks may end at different
-    times.
+    A transfer may end after its request has finished. A plan may have several transfers, which end at
+    different times.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,8 @@ class InFlight(Generic[P]):
     def add(self, plan: P, keys: Collection[bytes], request_id: str | None = None) -> None:
         """Record a plan until `take` has removed all its keys.
 
-        `request_id`: None means the request of the plan.
+        Args:
+            request_id: the request whose transfers the plan has; None: the plan's own request.
         """
         if len(plan):
             request_id = plan.request_id if request_id is None else request_id

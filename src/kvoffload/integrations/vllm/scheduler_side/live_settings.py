@@ -1,7 +1,7 @@
 """Settings of a running engine, read from a file that the user edits.
 
-The file sets the policy, the quotas, and the size of RAM. The size can be at most the size that was reserved
-at the engine's start.
+The file sets the policy, the quotas, and the size of RAM. The size is limited to the size that the engine
+reserved at its start.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class LiveOptions:
 class LiveSettings:
     """Applies the settings of a file to a manager, when the file appears and whenever it changes.
 
-    Another thread prepares a new policy, because its kernels may have to be compiled. If settings are wrong,
-    an error is logged and nothing changes. If only the
-    policy cannot be prepared, the old policy stays, and the quotas and the size are applied.
+    If settings are wrong, an error is logged and nothing changes. A new policy is prepared on another thread,
+    because its kernels may have to be compiled. If only this preparation fails, the old policy stays, but the
+    quotas and the size of the file are applied.
 
     Args:
         path: the file. It need not exist.
@@ -81,7 +81,7 @@ class LiveSettings:
         return self._policy
 
     def step(self) -> bool:
-        """Read the file if it is due, and continue a change of policy or size. Called in every step.
+        """Read the file if it is time, and continue a change of policy or size. Call this in every step.
 
         Returns True in the step that completes a change of policy or size.
         """
@@ -133,7 +133,7 @@ class LiveSettings:
             self._resize(manager, num_blocks)
 
     def _set_quotas(self, manager: AnyManager, tenants: TenantOptions, quotas: Mapping[str, Quota]) -> None:
-        """Set the quotas of RAM and of all tiers. If one of them refuses, all keep their old quotas."""
+        """Set the quotas of RAM and of all tiers. If a tier's quotas are refused, restore all old quotas."""
         ram = manager.ram_manager if isinstance(manager, TieredManager) else manager
         old = ram.tenants
         ram.set_tenants(quotas)
@@ -164,7 +164,7 @@ class LiveSettings:
         return num_blocks
 
     def _begin(self, manager: AnyManager, preparation: Future[PolicyChange]) -> None:
-        """Begin the prepared change of the policy, unless the user has meanwhile requested another policy."""
+        """Begin to change to the prepared policy, unless the user has meanwhile requested another policy."""
         self._preparation = None
         if self._prepared_policy != self._wanted:
             return
@@ -181,8 +181,7 @@ class LiveSettings:
 
 
 def _begin_to_prepare(manager: AnyManager, policy: str) -> Future[PolicyChange]:
-    """Start to prepare a policy on a daemon thread, so that the preparation does not delay the end of the
-    process."""
+    """Prepare a policy on another thread. It is a daemon thread, so that the process can end meanwhile."""
     future = Future[PolicyChange]()
 
     def run() -> None:

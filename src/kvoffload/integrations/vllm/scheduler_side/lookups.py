@@ -1,7 +1,7 @@
-"""Lookups for an engine that looks up block by block.
+"""Lookups for an engine that asks for one block after another.
 
-Owns the order of a lookup (first the manager, then verification), and the lookups of blocks before the
-engine asks for them. Errors propagate to the caller.
+Owns the order of a lookup: first the manager, then the verification of the block. To save time, also looks up
+blocks before the engine asks for them. Errors propagate to the caller.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ANSWERS = {result: VLLMResult[result.name] for result in LookupResult}
 
 @dataclass(eq=False)
 class Request:
-    """A request in our manager.
+    """A request in kvoffload's manager.
 
     Attributes:
         path: the keys that vLLM had recorded at the first lookup.
@@ -40,8 +40,8 @@ class Request:
             preempted or looked up again.
         was_preempted: True if the request was preempted. vLLM does not report in which step the request
             resumes.
-        pending_since_s: time of the first lookup of a block that another engine is writing, in monotonic
-            seconds; None before this lookup.
+        pending_since_s: time of the first lookup that found a block which another engine was writing, in
+            monotonic seconds; None before.
         is_audited: True if the request is computed although RAM holds its blocks; None before the first hit.
         num_skipped: number of leading blocks that were not looked up; -1: unknown.
         asked_end: position after the last looked-up block; -1: unknown.
@@ -79,10 +79,10 @@ class Lookups:
     """Looks up single blocks and prefixes.
 
     vLLM's own connector looks up each block in a separate call, and the overhead of a call is as large as the
-    lookup itself. So after a hit, this class looks up the following blocks of the path in one batch. These
-    results are valid only until the manager changes, so any call that changes the manager must set `ahead` to
-    an empty list. With tiers or verification nothing is looked up ahead, because then a result is valid only
-    for one request.
+    lookup itself. To save this overhead, a hit makes this class look up the following blocks of the path in
+    one batch, and keep the results for the next calls. The results are valid only until the manager changes,
+    so any call that changes the manager must set `ahead` to an empty list. With tiers or verification nothing
+    is looked up ahead, because then a result is valid only for one request.
 
     Args:
         deadline_s: longest time to wait for a block that another engine is writing, in seconds. None if no
@@ -117,7 +117,10 @@ class Lookups:
         return _VLLM_HIT if state is _HIT else _VLLM_MISS if state is _MISS else _ANSWERS[state]
 
     def prefix(self, keys: list[bytes], request: Request) -> tuple[int, bool]:
-        """Return the number of ready leading blocks, and a flag: True if the next block may soon be ready."""
+        """Return the number of ready blocks before the first block that is not ready, and a flag.
+
+        The flag is True if this first block may be ready soon, so that vLLM should look up again later.
+        """
         if self._verifier is None:
             prefix = self._manager.lookup(keys, request.ctx)
             return prefix.num_ready, prefix.stopped_by in (LookupResult.HIT_PENDING, LookupResult.RETRY)
@@ -143,10 +146,7 @@ class Lookups:
 
 
 def positions_of(req_context: Any) -> dict[bytes, int]:
-    """Return vLLM's mapping: key -> position in its request.
-
-    It is empty if vLLM has recorded no positions.
-    """
+    """Return vLLM's mapping from the keys of a request to their positions; empty if it has none."""
     positions: dict[bytes, int] = getattr(req_context, "_offload_key_positions", {})
     return positions
 

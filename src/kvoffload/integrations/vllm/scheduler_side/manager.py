@@ -1,7 +1,7 @@
-"""Our manager behind vLLM's manager interface.
+"""kvoffload's manager behind vLLM's interface for managers.
 
-Translates single lookups to batches, completed keys to plans, and the order of KV groups to prefix order.
-Decides nothing. Internal errors never reach the engine.
+Translates lookups of single blocks to lookups of batches, finished keys to plans, and the order of KV groups
+to the order of the prefix. Decides nothing itself. Internal errors never reach the engine.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ from kvoffload.whatif import Shadows
 from kvoffload.whatif.live_shadows import LiveShadows, usual_one_in
 
 _NOTHING = PrepareStoreOutput(keys_to_store=[], store_spec=SlotsSpec(np.empty(0, np.int32)), evicted_keys=[])
-"""Reply to an offer that tells vLLM to store no block and not to repeat the offer."""
+"""Answer to an offer of blocks: vLLM stores none of them, and does not offer them again."""
 _NO_ROWS = np.empty(0, np.int64)
 
 
@@ -102,7 +102,8 @@ def _forget_lookups_ahead(manager: KVOffloadManager) -> None:
 def _contained(answer: Any) -> Callable[[Method[T]], Method[T]]:
     """Return a decorator for methods that may change the manager.
 
-    It contains errors and clears `Lookups.ahead`.
+    The decorated method contains errors, so that it returns `answer` instead of raising one, and clears
+    `Lookups.ahead`.
     """
     return contained(answer, before=_forget_lookups_ahead)
 
@@ -112,12 +113,13 @@ def _shares_blocks(manager: KVOffloadManager) -> bool:
 
 
 _ends = contained(None, before=_forget_lookups_ahead, when_broken=_shares_blocks)
-"""Decorator for methods that end a request, a transfer or a step. It works as `_contained`. In a shared
-pool, a decorated method also runs after an error: it releases blocks and slots that other engines need."""
+"""Decorator for methods that end a request, a transfer or a step. Like `_contained`, with one difference:
+if several engines share the pool, the method runs even after an internal error, because it releases blocks
+and slots that other engines need."""
 
 
 class KVOffloadManager(OffloadingManager):
-    """Adapter of our manager to the calls of vLLM's connector.
+    """Adapter that serves the calls of vLLM's connector with a manager of kvoffload (`core`).
 
     - The path of a request has all keys that vLLM has recorded before the first lookup. So a hit refreshes
       the whole prefix, including the blocks that the GPU's own cache served.
@@ -137,7 +139,7 @@ class KVOffloadManager(OffloadingManager):
         audits: the audits of stored blocks; None if no audit is configured.
         options: the options of the engine.
         pool: the memory of RAM's slots.
-        what_if: the trial of other settings; None without `what_if`.
+        what_if: estimates the hits with other settings; None without the option ``what_if``.
 
     Thread: the scheduler's.
     """
@@ -239,7 +241,7 @@ class KVOffloadManager(OffloadingManager):
         )
 
     def _shadows(self, policy: str) -> Shadows:
-        """Create the shadows for the option ``what_if``. `policy`: the policy of RAM."""
+        """Create caches that simulate the settings of the option ``what_if``. `policy`: the policy of RAM."""
         options = self.options
         return Shadows(
             options.what_if,
@@ -257,7 +259,7 @@ class KVOffloadManager(OffloadingManager):
     # ---- requests
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        """Record a request and the user's hints. vLLM adds the keys later."""
+        """Record that a request has arrived, with the user's hints. Its keys are not known yet."""
         self._arrival(req_context.req_id)
         self._add_user_hints(req_context)
         return RequestOffloadingContext()
@@ -276,7 +278,7 @@ class KVOffloadManager(OffloadingManager):
             self.add_hints(req_context.req_id, hints)
 
     def add_hints(self, request_id: str, hints: Hints) -> None:
-        """Add hints to a request, before its first lookup or when it finishes."""
+        """Add hints to a request. Call this before the request's first lookup, or when it finishes."""
         if hints is not NO_HINTS:
             arrival = self._arrival(request_id)
             arrival.hints = arrival.hints.updated(hints)
@@ -284,16 +286,15 @@ class KVOffloadManager(OffloadingManager):
     def note_adapter(self, request_id: str) -> None:
         """Record that a request uses a LoRA adapter. Call this before the first lookup of the request.
 
-        A key contains the adapter's name and path, but not its contents. So the request does not load from
-        tiers, unless the user has named the weights for every tier. If engines share the pool, the request
-        neither loads nor stores.
+        A key contains the adapter's name and path, but not its contents, so that a block of an older version
+        of the adapter could be found. Therefore the request does not load from tiers, unless the user has
+        named the weights for every tier. If engines share the pool, the request neither loads nor stores.
         """
         if self._node_pool is not None or not all(is_named(tier) for tier in self.options.tiers):
             self._arrival(request_id).has_adapter = True
 
     def _is_kept_out(self, req_context: Any) -> bool:
-        """Return True if a request must neither load nor store, because it has an adapter and the pool is
-        shared."""
+        """Return True if a request must not use the cache: it has an adapter, and engines share the pool."""
         return self._node_pool is not None and self._arrivals.get(req_context.req_id, _UNKNOWN).has_adapter
 
     def _arrival(self, request_id: str) -> Arrival:
@@ -303,7 +304,7 @@ class KVOffloadManager(OffloadingManager):
         return arrival
 
     def on_request_finished(self, req_context: Any) -> None:
-        """Count the accesses of a finished request. Transfers of the request may end later."""
+        """Count the uses of a finished request's blocks. Transfers of the request may still be in flight."""
         self._misses.forget(req_context.req_id)
         self._finish(req_context, self._arrivals.pop(req_context.req_id, _UNKNOWN).hints)
 
@@ -318,7 +319,7 @@ class KVOffloadManager(OffloadingManager):
 
     @_contained(None)
     def expect(self, req_context: Any) -> None:
-        """Protect the blocks of a request in vLLM's queue: other blocks are evicted first."""
+        """Protect the blocks of a request that waits in vLLM's queue: evict other blocks first."""
         if path_of(req_context):
             self.core.expect(self._request(req_context).ctx)
 
@@ -331,7 +332,7 @@ class KVOffloadManager(OffloadingManager):
 
     @_contained(None)
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
-        """Count an access to these blocks now, not when the request finishes."""
+        """Count a use of these blocks by the request now, instead of when the request finishes."""
         if keys:
             self.core.touch(list(keys), self._request(req_context, keys).ctx)
 
@@ -355,8 +356,7 @@ class KVOffloadManager(OffloadingManager):
         return request
 
     def _fit_to(self, keys: Collection[bytes]) -> None:
-        """If the first keys of the engine do not have the expected length, create the manager again for their
-        length."""
+        """Create the manager again if the engine's first keys have another length than expected."""
         first = next(iter(keys), None)
         if first is not None and len(first) != self.core.key_bytes and not self._requests:
             self._build(len(first))
@@ -400,7 +400,10 @@ class KVOffloadManager(OffloadingManager):
             return VLLMResult.MISS
 
     def lookup_prefix(self, keys: list[bytes], req_context: Any) -> tuple[int, bool]:
-        """Return the number of ready leading blocks, and a flag: True if the next block may soon be ready."""
+        """Return the number of ready blocks before the first block that is not ready, and a flag.
+
+        The flag is True if this first block may be ready soon, so that vLLM should look up again later.
+        """
         if self.broken or self._is_kept_out(req_context):
             if keys:
                 self._record_of_miss(req_context).prefixes.setdefault(keys[0][-4:], (keys, 0))
@@ -421,13 +424,13 @@ class KVOffloadManager(OffloadingManager):
         return num_ready, wait
 
     def _record_of_miss(self, req_context: Any) -> LookupRecord:
-        """Return the lookup record of a request that may not use the cache. Sets the reason in the record."""
+        """Return the lookup record of a request that must not use the cache, with the reason for that."""
         record = self._misses.record_of(self._step, req_context)
         record.reason = PAUSED if self.broken else KEPT_OUT
         return record
 
     def _audited(self, request: Request, request_id: str, keys: Collection[bytes]) -> bool:
-        """Return True if this request with a hit is audited: vLLM then computes the request's blocks."""
+        """Return True if this request with a hit is audited: then vLLM must compute the request's blocks."""
         if self.audits is None or not self.audits.takes(request, request_id, keys):
             return False
         self._lookups.ahead = []
@@ -435,9 +438,9 @@ class KVOffloadManager(OffloadingManager):
         return True
 
     def get_load_source(self, key: bytes, req_context: Any) -> Any:
-        """Return the source of a hit, in vLLM's terms.
+        """Return the place from which a hit was served, in vLLM's terms.
 
-        If a tier promoted the block for this request, the source is ``disk`` or, for a shared tier,
+        If a tier promoted the block for this request, the result is ``disk`` or, for a shared tier,
         ``external_unspecified``. Otherwise it is ``host``.
         """
         if self._tiered is None:
@@ -489,7 +492,7 @@ class KVOffloadManager(OffloadingManager):
 
     @_contained(_NOTHING)
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput | None:
-        """Choose the offered blocks to store. Return None if vLLM should offer the blocks again later."""
+        """Choose which offered blocks to store. Returns None if vLLM should offer the blocks again later."""
         if self._arrivals.get(req_context.req_id, _UNKNOWN).is_outdated or self._is_kept_out(req_context):
             return _NOTHING
         request = self._request(req_context, keys)
@@ -514,10 +517,15 @@ class KVOffloadManager(OffloadingManager):
         audited: Audited | None = None,
         request_id: str = "",
     ) -> PrepareStoreOutput | None:
-        """Translate a plan for ``offered[order]`` to vLLM's form, in the order of `offered`.
+        """Translate the plan of a store to vLLM's form, with the blocks in the order of `offered`.
 
-        `SlotsSpec.audited` of the result marks the blocks to compare. Returns None in the same case as
-        `prepare_store`.
+        Returns None if vLLM should offer the blocks again later.
+
+        Args:
+            plan: the plan for the offer; None if the manager has no room for it.
+            order: the manager has received ``offered[order]``; None: it has received `offered`.
+            audited: further blocks, which the workers only compare. `SlotsSpec.audited` of the result marks
+                them.
         """
         if plan is None and audited is not None:
             assert self.audits is not None
@@ -563,10 +571,7 @@ class KVOffloadManager(OffloadingManager):
 
     @_ends
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
-        """Make the blocks of a finished store readable.
-
-        Blocks that a worker could not store are forgotten.
-        """
+        """Make the blocks of a finished store readable, except blocks that a worker could not store."""
         if self.audits is not None:
             self._end_audits(req_context.req_id, keys, success)
         for plan in self._stores.take(req_context.req_id, keys):
@@ -600,11 +605,12 @@ class KVOffloadManager(OffloadingManager):
 
     @_contained(_NOTHING)
     def store_dropped(self, keys: list[bytes]) -> PrepareStoreOutput | None:
-        """Choose the blocks to store before the device drops them.
+        """Choose which blocks to store before the device drops them.
 
-        Returns None in the same case as `prepare_store`.
+        Returns None if vLLM should offer the blocks again later.
 
-        `keys`: keys of the blocks that the device will drop next, the warmest first.
+        Args:
+            keys: keys of the blocks that the device will drop next, the warmest first.
         """
         self._fit_to(keys)
         audited = None if self.audits is None else self.audits.pin(keys)
@@ -612,9 +618,9 @@ class KVOffloadManager(OffloadingManager):
 
     @_contained(None)
     def keep_dropped(self, keys: list[bytes]) -> None:
-        """Record that the device dropped these blocks without an offer.
+        """Record that the device dropped these blocks before they could be offered.
 
-        The blocks that are in RAM are then no longer duplicates. The other blocks count as lost.
+        A block that is in RAM is then no longer a duplicate. A block that is not in RAM counts as lost.
         """
         self._fit_to(keys)
         self.metrics.counts["lost_blocks"] += self.core.keep(keys)
@@ -624,8 +630,8 @@ class KVOffloadManager(OffloadingManager):
     def on_schedule_end(self, context: Any) -> None:
         """End a step: poll the tiers, and unpin the verified blocks of requests that have begun.
 
-        The poll starts the promotions for the lookups of this step. Requests that were preempted in this step
-        may load in the next step.
+        The poll starts to promote the blocks that this step's lookups have found in tiers. Requests that were
+        preempted in this step may load in the next step.
         """
         self._count_misses((*context.new_req_ids, *context.preempted_req_ids))
         self._end_step(context)
@@ -668,8 +674,9 @@ class KVOffloadManager(OffloadingManager):
     def reset_cache(self) -> None:
         """Forget all blocks. vLLM waits for the transfers in flight before it begins new transfers.
 
-        Running requests store no more blocks. vLLM would also offer blocks that were computed before the
-        reset, and the memory of a block that has left the sliding window may hold other data.
+        Requests that are running now store nothing afterwards: vLLM would also offer blocks that they
+        computed before the reset, and the memory of a block that has left the sliding window may hold other
+        data.
         """
         self.broken = False
         if self._tiers is not None:

@@ -1,8 +1,8 @@
-"""Our metrics in vLLM's ``/metrics``.
+"""kvoffload's metrics in vLLM's ``/metrics``.
 
-Owns the values that vLLM has already received. `kvoffload.metrics.families` has the names and meanings of the
-metrics. vLLM's own metrics (``vllm:kv_offload_load_bytes`` and so on) count bytes and seconds of transfers
-from the results of our worker.
+Owns the values that vLLM has already received. The names and descriptions of the metrics are in
+`kvoffload.metrics.families`. vLLM's own metrics (``vllm:kv_offload_load_bytes`` and so on) count bytes and
+seconds of transfers from the results of kvoffload's worker.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ NATIVE_GAUGES = {
     "cpu_cache_read_usage_perc": "Share of the blocks in RAM that are being loaded or verified.",
 }
 NATIVE_SKIPPED = f"{NATIVE_PREFIX}stores_skipped"
-"""This counter and `NATIVE_GAUGES` are metrics of vLLM's own manager. We report them for existing dashboards
-of vLLM."""
+"""This counter and the gauges in `NATIVE_GAUGES` are metrics of vLLM's own manager. They are reported
+under the same names, so that existing dashboards of vLLM still work."""
 
 METRICS_INTERVAL_S = 0.1
 """Shortest time between two reports while requests run, in seconds. After a step without requests a report is
 always due."""
 
 _OF_MANAGER = ("stored_blocks", "evicted_blocks", "discarded_blocks")
-"""Names in `COUNTERS` that the manager counts. The adapter counts the other names."""
+"""Counters in `COUNTERS` that the manager maintains. The adapter maintains all others."""
 _COUNTERS = {NATIVE_SKIPPED, *(PREFIX + family.name for family in FAMILIES if family.is_counter)}
 _GAUGES_OF_TENANTS = {TENANT_TIER, *TENANT_GAUGES}
 
 
 def definitions() -> dict[str, Any]:
-    """Return the definitions of our metrics in vLLM's form."""
+    """Return the definitions of kvoffload's metrics in vLLM's form."""
     made = _in_vllms_form(FAMILIES)
     for name, text in NATIVE_GAUGES.items():
         made[NATIVE_PREFIX + name] = OffloadingGaugeMetadata(documentation=text)
@@ -106,7 +106,11 @@ class Reports:
         return True
 
     def take(self, values: Iterable[Value]) -> OffloadingConnectorStats:
-        """Return the changes since the last report. `values`: the totals of all counters, and all gauges."""
+        """Return the changes since the last report.
+
+        Args:
+            values: all counters, with their totals since the start, and all gauges.
+        """
         taken = OffloadingConnectorStats()
         for plain_name, labels, value in values:
             name = plain_name if plain_name.startswith(NATIVE_PREFIX) else PREFIX + plain_name
@@ -123,8 +127,9 @@ class Metrics(Reports):
     """The metrics of an engine.
 
     Attributes:
-        counts: values of the adapter's own counters since the start. The keys are names in `COUNTERS`.
-        kv_hints: number of actions in vLLM's ``kv_hints`` since the start. The keys are names in `KV_HINTS`.
+        counts: totals of the adapter's own counters since the start, by their names in `COUNTERS`.
+        kv_hints: for each name in `KV_HINTS`, the number of such actions in vLLM's ``kv_hints`` since the
+            start.
     """
 
     def __init__(self) -> None:
@@ -134,7 +139,11 @@ class Metrics(Reports):
         self._tenants: set[tuple[str, tuple[str, ...]]] = set()
 
     def of_adapter(self, misses: Mapping[str, int], is_paused: bool) -> Iterator[Value]:
-        """Yield the counters of the adapter. `misses`: missed blocks by reason since the start."""
+        """Yield the counters of the adapter.
+
+        Args:
+            misses: number of missed blocks since the start, by reason.
+        """
         for name in COUNTERS:
             if name not in _OF_MANAGER:
                 yield Value(name, (), self.counts[name])
@@ -145,9 +154,10 @@ class Metrics(Reports):
         yield Value(PAUSED, (), int(is_paused))
 
     def of_manager(self, manager: AnyManager) -> Iterator[Value]:
-        """Yield the values of a manager and its tiers, some of them also under the names of vLLM's manager.
+        """Yield the values of a manager and its tiers. Some values also appear under the names of vLLM's
+        manager.
 
-        If a tenant's quota was removed, its gauges are 0.
+        The gauges of a tenant whose quota was removed are 0.
         """
         totals: dict[str, float] = {}
         tenants = set[tuple[str, tuple[str, ...]]]()
@@ -169,7 +179,7 @@ class Metrics(Reports):
 
 
 def values_of_what_if(found: Iterable[Estimate]) -> Iterator[Value]:
-    """Yield the gauges of what-if settings, rounded so that they change rarely."""
+    """Yield the gauges of what-if settings. They are rounded, so that changes are rare and need no report."""
     for estimate in found:
         values = (estimate.hit_ratio, estimate.error, estimate.gain, estimate.gain_error)
         for name, value in zip(WHAT_IF, values, strict=True):
@@ -185,5 +195,8 @@ def values_of_audits(audits: Audits) -> Iterator[Value]:
 
 
 def value_of_reach(seconds: float) -> Value:
-    """Return the gauge of the miss record's time span, rounded to two digits so that it changes rarely."""
+    """Return a gauge: for how many seconds the record of misses remembers an event.
+
+    Rounded to two digits, so that changes are rare and need no report.
+    """
     return Value(REACH, (), float(f"{seconds:.2g}"))

@@ -1,8 +1,8 @@
 """Counts the blocks that requests look up but do not load, by the reason of the miss.
 
-A request is counted when it begins; only the blocks of its last lookup count. So every looked-up block is
-either loaded or counted as a miss with one reason. Owns the lookups of each request. The manager knows the
-reasons of absent blocks.
+A request is counted when it begins; if it was looked up several times, only the last lookup counts. So every
+looked-up block is either loaded or counted as a miss with one reason. Owns the lookups of each request. The
+manager knows why a block is absent.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class LookupRecord:
     """The blocks that a request has looked up in one step.
 
     Attributes:
-        request: the request in our manager; None if the request may not use the cache.
+        request: the request in kvoffload's manager; None if the request must not use the cache.
         context: vLLM's record of the request.
         prefixes: mapping: KV group -> (looked-up prefix, number of its ready blocks).
         singles: mapping: key of a block that was looked up alone -> True for a hit.
         loaded: keys of blocks whose load has begun.
-        reason: reason of the ready blocks that were not loaded, or of all blocks if `request` is None. If it
-            is empty, `Misses` chooses a reason.
+        reason: reason for the misses of ready blocks that were not loaded or, if `request` is None, of all
+            blocks. If it is empty, `Misses` chooses a reason.
     """
 
     step: int
@@ -45,15 +45,16 @@ class LookupRecord:
 
 
 class Misses:
-    """Counts looked-up blocks and missed blocks of requests, when the requests begin.
+    """Counts the blocks that requests look up and the blocks that they miss, when the requests begin.
 
     Args:
-        usual_reason: reason of blocks that were ready but not loaded, in a model with one KV group.
+        usual_reason: reason of the misses for blocks that were ready but not loaded, in a model with one KV
+            group.
 
     Attributes:
         num_lookups: number of looked-up blocks since the start.
-        counts: mapping: reason -> number of missed blocks since the start, without the blocks that the
-            manager counts.
+        counts: mapping: reason -> number of missed blocks since the start, without the misses that the
+            manager counts itself (`count_misses`).
 
     Thread: the scheduler's. Cost: a microsecond for each request, and `count_misses` for each missed block.
     """
@@ -67,14 +68,14 @@ class Misses:
         self._manager_before: Counter[str] = Counter()
 
     def record_of(self, step: int, context: Any, request: Request | None = None) -> LookupRecord:
-        """Return the record of a request's lookups in this step. A record of an earlier step is dropped."""
+        """Return the record of a request's lookups in this step. Replaces the record of an earlier step."""
         record = self._records.get(context.req_id)
         if record is None or record.step != step:
             record = self._records[context.req_id] = LookupRecord(step, request, context)
         return record
 
     def load(self, request_id: str, keys: Sequence[bytes]) -> None:
-        """Record a load. The request begins in this step."""
+        """Record that a request loads these blocks, and therefore begins in this step."""
         if (record := self._records.get(request_id)) is not None:
             record.loaded = keys
             self._begun.append(request_id)
@@ -85,10 +86,11 @@ class Misses:
             self._begun.append(request_id)
 
     def count_begun(self, manager: AnyManager | None, request_ids: Iterable[str] = ()) -> None:
-        """Count the misses of the requests `request_ids` and of the requests that `load` and `begins` have
-        recorded.
+        """Count the misses of requests that have begun: `request_ids`, and the requests recorded by `load`
+        and `begins`.
 
-        `manager`: None while offloading is paused.
+        Args:
+            manager: the manager that knows the reasons; None while offloading is paused.
         """
         begun, self._begun = self._begun, []
         for request_id in (*begun, *request_ids):
@@ -104,7 +106,7 @@ class Misses:
         return self.counts + Counter(by_reason(manager.miss_counts)) - self._manager_before
 
     def attach(self, manager: AnyManager) -> None:
-        """Include the misses that a new manager counts from now on."""
+        """Use a new manager: `by_reason` then includes the misses that this manager counts from now on."""
         self._manager_before = Counter(by_reason(manager.miss_counts))
 
     # ---- inside
@@ -130,7 +132,7 @@ class Misses:
 
 
 class Reach:
-    """Measures for how long a `MissRecord` remembers an event.
+    """Measures for how long a `MissRecord` remembers an event before newer events replace it.
 
     Args:
         now_s: time at which the record was created.
@@ -141,8 +143,7 @@ class Reach:
         self._interval_s = 1.0
 
     def seconds(self, record: MissRecord, now_s: float) -> float:
-        """Return the mean time for which the record remembers an event, in seconds; at most the age of the
-        record."""
+        """Return for how many seconds the record remembers an event; at most the age of the record."""
         samples, entered = self._samples, record.num_entered
         if now_s - samples[-1][1] >= self._interval_s:
             samples.append((entered, now_s))
@@ -157,8 +158,8 @@ class Reach:
 def _rest_of_path(record: LookupRecord) -> tuple[int, int] | None:
     """Return the path position of the first looked-up block, and the number of looked-up blocks.
 
-    If blocks were looked up one by one, all blocks of the path after the first one count as looked up.
-    Returns None if the path is unknown or has several KV groups.
+    If vLLM looked up one block after another, all blocks of the path from the first one on count as looked
+    up. Returns None if the path is unknown or has several KV groups.
     """
     positions = positions_of(record.context)
     if not positions or len(record.prefixes) > 1 or (record.prefixes and record.singles):
@@ -176,7 +177,7 @@ def _rest_of_path(record: LookupRecord) -> tuple[int, int] | None:
 
 
 def _count_rest(record: LookupRecord, manager: AnyManager, start: int, count: int) -> int:
-    """Count the misses among `count` blocks of the path from position `start`. Skips the loaded blocks."""
+    """Count the misses among `count` blocks of the path from position `start` on, without loaded blocks."""
     assert record.request is not None
     ctx, skipped = record.request.ctx, start + len(record.loaded)
     if ctx.length == start + count:
@@ -193,6 +194,6 @@ def _num_looked_up(record: LookupRecord) -> int:
 
 
 def _missing(record: LookupRecord) -> list[list[bytes]]:
-    """Return the blocks that were not ready: a list for each prefix lookup, then one for single lookups."""
+    """Return the keys that were not ready: a list for each looked-up prefix, then one for single lookups."""
     singles = [key for key, is_hit in record.singles.items() if not is_hit]
     return [keys[num_ready:] for keys, num_ready in record.prefixes.values()] + [singles]

@@ -22,7 +22,8 @@ from kvoffload.traces.conversion.block_ids import Keys
 from kvoffload.traces.formats.mooncake import Line, encode_line
 
 MAX_QUEUED = 1024
-"""Largest number of requests in the queue. A request of 128 Ki tokens takes 64 KiB for references."""
+"""Largest number of requests that wait for the writing thread. The block hashes of a request of 128 Ki
+tokens take 64 KiB."""
 
 _CLOSING_S = 5.0
 
@@ -57,8 +58,9 @@ class RecordedLine(Line, kw_only=True, omit_defaults=True):
 class Recorder:
     """Writes requests to a new file, on a separate thread, up to `max_bytes`.
 
-    Block ids are hashed with a random salt that is not stored. So the file does not show the text of prompts,
-    and ids of two files cannot be compared. If the process is killed, the last line may be incomplete.
+    Block ids are hashed with a random salt that is not stored. So the file does not reveal the text of
+    prompts, and the ids in two files cannot be compared. If the process is killed, the last line may be
+    incomplete.
 
     Attributes:
         path: the file: the requested path or, if it exists, the next free ``NAME-2.jsonl``.
@@ -79,7 +81,7 @@ class Recorder:
         self._thread.start()
 
     def add(self, request: FinishedRequest) -> bool:
-        """Queue a request. Returns False if the queue is full or the recording has ended."""
+        """Queue a request for the file. Returns False if the queue is full or the recording has ended."""
         if self._file is None:
             return False
         try:

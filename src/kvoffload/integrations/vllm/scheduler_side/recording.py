@@ -1,8 +1,8 @@
 """Collects facts about vLLM's requests for a `Recorder`: the sources of a prompt's tokens, and the end of the
 request.
 
-Owns the access to the fields of vLLM's requests. No error reaches the engine: if a request cannot be
-recorded, it is only counted.
+Only this module reads the fields of vLLM's requests for a recording. No error reaches the engine: if a
+request cannot be recorded, it is only counted.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ GPU = "gpu"
 
 
 class Recording:
-    """The unfinished requests of an engine, with the sources of their prompts.
+    """The unfinished requests of an engine, and where the tokens of their prompts came from.
 
     Args:
         recorder: receives the finished requests.
-        count_lost: called for each request that is not recorded.
+        count_lost: called for each request that could not be recorded.
 
-    Thread: the scheduler's. Cost: a few microseconds per request, and memory for a reference to each block.
+    Thread: the scheduler's. Cost: a few microseconds per request, and a few bytes for each of its blocks.
     """
 
     def __init__(self, recorder: Recorder, block_tokens: int, count_lost: Callable[[], None]) -> None:
@@ -46,21 +46,18 @@ class Recording:
         self._served: dict[str, dict[str, int]] = {}
 
     def looked_up(self, request: Any, gpu_tokens: int) -> None:
-        """Record how many tokens of the prompt the GPU's own cache has.
-
-        Called at each lookup of a request.
-        """
+        """Record, at each lookup of a request, how many tokens of the prompt are in the GPU's own cache."""
         self._on_gpu[request.request_id] = gpu_tokens
 
     def begins(self, request: Any, sources: Callable[[], dict[Any, int]]) -> None:
-        """Record the sources of a prompt's tokens when the request begins for the first time.
+        """Record, when a request begins, where the tokens of its prompt came from.
 
-        Later calls are ignored, because a preempted request that begins again loads blocks that it has
-        computed itself.
+        Only the first call for a request counts. A later call means that the request was preempted and begins
+        again; then it loads blocks that it has computed itself.
 
         Args:
-            sources: function that returns the number of prompt tokens from each of vLLM's ``CacheHitSource``.
-                Tokens in the GPU's cache are not included.
+            sources: function that returns a mapping: vLLM's ``CacheHitSource`` -> number of prompt tokens
+                from this source, without the tokens in the GPU's cache.
         """
         name = request.request_id
         if name in self._served:
@@ -102,9 +99,9 @@ class Recording:
 
 
 def _hints(request: Any) -> Hints:
-    """Return all hints of a request.
+    """Return all hints of a request, for the recording.
 
-    A stop string is removed from the finish reason, because it is a user's text.
+    The finish reason does not contain the stop string, because a stop string is a user's text.
     """
     with suppress(ValueError):  # wrong hints are ignored; the manager has logged them
         given = user_hints(request.kv_transfer_params)
@@ -119,7 +116,7 @@ def _hints(request: Any) -> Hints:
 def recording(options: VLLMOptions, block_tokens: int, count_lost: Callable[[], None]) -> Recording | None:
     """Start to record requests.
 
-    Return None if the option ``record`` is not set or the file cannot be created.
+    Returns None if the option ``record`` is not set or the file cannot be created.
     """
     if options.record is None:
         return None
@@ -137,7 +134,7 @@ def recording(options: VLLMOptions, block_tokens: int, count_lost: Callable[[], 
 def call_recorder(options: VLLMOptions) -> CallRecorder | None:
     """Start to record the manager's calls.
 
-    Return None if the option is not set or the file cannot be created.
+    Returns None if the option for it is not set or the file cannot be created.
     """
     if options.record is None or not options.record.calls:
         return None

@@ -5,10 +5,10 @@
 3. In the mode ``on-device-eviction`` blocks are stored when the GPU is about to drop them, not when they are
    computed.
 
-This module decides which blocks are offered and when. Our manager decides which offered blocks are stored.
-vLLM owns the transfers and their fences. vLLM has no hook for these changes, so the classes override private
-methods of vLLM (`_maximal_prefix_lookup`, `_build_store_jobs`). tests/vllm_interfaces has their signatures in
-every version of vLLM.
+This module decides which blocks are offered, and when. kvoffload's manager decides which offered blocks are
+stored. vLLM owns the transfers, and the fences that delay the reuse of blocks until their transfer ends. vLLM
+has no hook for these changes, so the classes override private methods of vLLM (`_maximal_prefix_lookup`,
+`_build_store_jobs`). tests/vllm_interfaces has their signatures in every version of vLLM.
 """
 
 from __future__ import annotations
@@ -37,27 +37,26 @@ from kvoffload.integrations.vllm.shared.patches import take_over, watch_eviction
 
 _NONE: Mapping[int, Any] = MappingProxyType({})
 NO_REQUEST = ""
-"""Id of the artificial request that stores the blocks that the GPU drops. The ids of vLLM's requests are
-never empty."""
+"""Id of a request that does not exist in vLLM, to which the stores of dropped blocks belong. It is empty,
+because the ids of vLLM's requests never are."""
 
 
 class KVOffloadScheduler(OffloadingConnectorScheduler):
-    """vLLM's scheduler side with two additions: it looks up whole prefixes, and it passes hints to our
-    manager."""
+    """vLLM's scheduler side with two additions: lookups of whole prefixes, and hints for the manager."""
 
     manager: KVOffloadManager
     _uncomputed: Uncomputed | None = None
 
     @classmethod
     def of(cls, plain: OffloadingConnectorScheduler) -> Any:
-        """Return a scheduler side of this class that takes over the state of `plain`, a scheduler side that
-        vLLM has just created."""
+        """Return a scheduler side of this class with the state of `plain`, which vLLM has just created."""
         return take_over(cls, plain)
 
     def remove_uncomputed(self, block_pool: Any, step_tokens: int) -> None:
         """From now on, remove uncomputed blocks from the cache of this pool (see `Uncomputed`).
 
-        `step_tokens`: largest number of tokens that one step computes.
+        Args:
+            step_tokens: largest number of tokens that one step computes.
         """
         group_tokens = {group.group_idx: group.tokens_per_block for group in self.config.kv_group_configs}
         tokens_per_hash = self.config.tokens_per_hash
@@ -74,16 +73,17 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):
         self.manager.expect(status.req_context)
 
     def update_state_after_alloc(self, request: Any, *arguments: Any) -> None:
-        """End the protection of a queued request's blocks, because the request begins and loads them."""
+        """End the protection of a queued request's blocks, because the request now begins."""
         self.manager.withdraw(request.request_id)
         super().update_state_after_alloc(request, *arguments)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """Build the jobs of a scheduled step, and protect the blocks of preempted requests again.
 
-        A reset preempts running requests, and the same step may begin loads for these requests. vLLM asserts
-        that a preempted request has only stores in flight. So this method removes requests with loads from
-        the set of preempted requests. This is safe, because such requests have no store in flight.
+        A reset preempts running requests, and the same step may begin loads for these requests. But vLLM
+        asserts that a preempted request has only stores in flight. So this method removes the requests that
+        have loads from the set of preempted requests. This is safe, because such requests have no store in
+        flight.
         """
         if self._uncomputed is not None:
             self._uncomputed.end_step(scheduler_output, self._req_status)
@@ -99,10 +99,12 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):
         return super().build_connector_meta(scheduler_output)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
-        """Divide the tokens of a hit by source. Returns a mapping: source -> number of tokens.
+        """Count a hit's tokens per source (RAM, disk or another tier). Returns a mapping: source -> number of
+        tokens.
 
-        If no block was promoted, all tokens come from RAM, and this method needs no lookup. vLLM's own method
-        would look up each block, which takes a fifth of the CPU time of a step with long hits.
+        If no tier has promoted a block for the request, all tokens come from RAM, so that no lookup is
+        needed. vLLM's own method would look up each block, which takes a fifth of the CPU time of a step with
+        long hits.
         """
         context = self._req_status[request.request_id].req_context
         covered = any(group.sliding_window_size_in_chunks is None for group in self.config.kv_group_configs)
@@ -111,16 +113,16 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):
         return super().get_external_cache_hit_sources(request, num_external_tokens)
 
     def request_finished(self, request: Any) -> Any:
-        """Pass the finish reason to the manager. vLLM finishes the request after the last offer."""
+        """Pass the finish reason to the manager. vLLM ends the request there later, after its last offer."""
         self.manager.add_hints(request.request_id, finish_hints(request))
         return super().request_finished(request)
 
     def _maximal_prefix_lookup(
         self, keys: Iterable[bytes], req_context: Any, req: Any, group_config: Any, start_chunk_idx: int
     ) -> int | None:
-        """Return the number of ready leading blocks, or None if vLLM should look up again later.
+        """Return the number of ready blocks before the first block that is not ready.
 
-        Overrides vLLM's loop over blocks.
+        Returns None if vLLM should look up again later. Overrides vLLM's loop over blocks.
         """
         wanted = list(keys)
         num_ready, wait = self.manager.lookup_prefix(wanted, req_context)
@@ -139,7 +141,7 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
     works as before. If vLLM reuses a block during its copy, vLLM's fence delays the reuse, as for blocks of
     finished requests.
 
-    - If the window is larger than the number of free blocks, a block may be computed and dropped within two
+    - If fewer blocks are free than the window should contain, a block may be computed and dropped within two
       steps. Running requests then store computed blocks at once, as in the mode ``on-compute``.
     - If a step reuses more blocks than the window contains, for example to load a long prefix, some blocks
       are dropped without an offer. The manager counts these blocks.
@@ -155,7 +157,11 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
     """
 
     def bind(self, block_pool: Any, step_tokens: int) -> None:
-        """Begin to watch this pool. `step_tokens`: largest number of tokens that one step computes."""
+        """Begin to watch vLLM's pool of GPU blocks.
+
+        Args:
+            step_tokens: largest number of tokens that one step computes.
+        """
         self._pool, groups = block_pool, self.config.kv_group_configs
         step_blocks = sum(-(-step_tokens // group.tokens_per_block) for group in groups)
         self.window = Window(step_blocks, max(1, block_pool.num_gpu_blocks // 2))
@@ -176,12 +182,12 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
         watch_evictions(block_pool, self._on_drop)
 
     def update_state_after_alloc(self, request: Any, *arguments: Any) -> None:
-        """Make the next scan cover the whole window: the request may take blocks from the list's middle."""
+        """Make the next scan cover the whole window, because the request may take blocks from its middle."""
         self._must_rescan = True
         super().update_state_after_alloc(request, *arguments)
 
     def _build_store_jobs(self, scheduler_output: Any) -> dict[int, Any]:
-        """Return the store jobs of a step. Overrides vLLM's method, which chooses other blocks."""
+        """Return the store jobs of a step. Overrides vLLM's method, which stores newly computed blocks."""
         self._process_drops()
         at_once: dict[int, Any] = {}
         if self._pool.get_num_free_blocks() < self.window.size:
@@ -199,7 +205,10 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
         return entry is not None and entry[1] is key
 
     def _process_drops(self) -> None:
-        """Adapt the window to the blocks dropped since the last step; report drops without an offer."""
+        """Adapt the window to the number of blocks that the GPU has dropped since the last step.
+
+        Also reports to the manager the blocks that were dropped without an offer.
+        """
         if not self._num_dropped:
             return
         self.window.adapt(self._num_dropped)
@@ -231,7 +240,7 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
         return jobs
 
     def _new_in_window(self) -> list[tuple[Any, Any]]:
-        """Return the cached blocks that have entered the window since the last call, in the list's order."""
+        """Return the cached blocks that have entered the window since the last call, in its order."""
         queue, offered = self._pool.free_block_queue, self._offered
         # vLLM frees blocks without a key to the head of the list.
         num_uncached, first = 0, None
@@ -255,10 +264,7 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
     def _add_cached(
         self, blocks: Iterable[Any], known: Mapping[int, tuple[Any, Any]] = _NONE
     ) -> list[tuple[Any, Any]]:
-        """Add the cached blocks among `blocks` to the offered blocks.
-
-        Returns the cached blocks that are not in `known`.
-        """
+        """Add the blocks with a key to the offered blocks; return added blocks that are not in `known`."""
         fresh, offered = [], self._offered
         for block in blocks:
             key = block.block_hash
@@ -279,7 +285,7 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
         return None if is_partial else group
 
     def _job(self, job_id: int, row: int, output: Any, block_of: dict[bytes, int]) -> TransferJob:
-        """Create a store job, and register it with vLLM so that vLLM fences its blocks."""
+        """Create a store job, and register it so that vLLM's fence delays the reuse of its GPU blocks."""
         blocks = [block_of[key] for key in output.keys_to_store]
         for block_id in blocks:
             self._block_id_to_pending_jobs.setdefault(block_id, set()).add(job_id)

@@ -13,12 +13,13 @@ from typing import Any
 
 
 class Uncomputed:
-    """Number of computed tokens of each running request, as of the last step.
+    """Removes uncomputed blocks from the GPU's cache. To find them, records how many tokens of each running
+    request were computed up to the last step.
 
     Args:
         block_pool: vLLM's pool of the GPU's blocks.
         group_tokens: mapping: number of a KV group -> number of tokens in its blocks.
-        tokens_per_hash: number of tokens for each hash of a request.
+        tokens_per_hash: number of tokens that each block hash of a request covers.
         step_tokens: largest number of tokens that one step computes.
 
     Thread: the scheduler's. Cost: a dictionary entry for each request of a step.
@@ -34,7 +35,8 @@ class Uncomputed:
     def end_step(self, scheduler_output: Any, statuses: Mapping[str, Any]) -> None:
         """Process a step after its scheduling. Call this before any block of the step is stored.
 
-        `statuses`: vLLM's state of each request.
+        Args:
+            statuses: vLLM's state of each request.
         """
         scheduled = scheduler_output.num_scheduled_tokens
         for request_id in (scheduler_output.preempted_req_ids or set()) - scheduled.keys():
@@ -50,9 +52,10 @@ class Uncomputed:
             self._num_computed.pop(request_id, None)
 
     def _evict(self, hashes: Any, num_computed: int) -> None:
-        """Remove the blocks that a step may have cached after the first `num_computed` tokens of a request.
+        """Remove the blocks that a preempted step may have cached behind a request's `num_computed` first
+        tokens.
 
-        Other blocks with the same keys are also removed.
+        Removes every block with one of these keys, even if the cache has several.
         """
         end = min(len(hashes) * self._tokens_per_hash, num_computed + self._step_tokens)
         for group, num_tokens in self._group_tokens.items():

@@ -21,9 +21,8 @@ from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
 
 class _Check(NamedTuple):
-    """The check of a block for a request.
-
-    Its plan pins the block from the first lookup until `Verifier.release`.
+    """The check of a block for a request. Its plan pins the block from the first lookup until
+    `Verifier.release`.
     """
 
     plan: LoadPlan
@@ -39,14 +38,14 @@ Checks = dict[bytes, _Check]
 
 
 class Verifier:
-    """Verifies blocks on a thread.
+    """Verifies blocks on a separate thread.
 
     `lookup` returns RETRY until a block is verified, then HIT. For a damaged block `lookup` returns MISS, and
     the manager forgets the block.
 
     All engines of a pool together pin at most half of the usable slots for checks. At this limit `lookup`
-    returns MISS. Without the limit, requests could wait forever for each other's blocks or for more blocks
-    than the pool has.
+    returns MISS. Without the limit, requests could wait for ever: for blocks that other waiting requests have
+    pinned, or for more blocks than the pool has.
 
     Thread: the scheduler's, for all methods. Another thread runs the checks, at the speed of memory.
     """
@@ -58,9 +57,10 @@ class Verifier:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvoffload-verify")
 
     def lookup(self, key: bytes, checks: Checks, ctx: RequestContext) -> LookupResult:
-        """Return the state of a block that is ready in RAM, for this request.
+        """Verify a block that is ready in RAM, for this request: return HIT, MISS, or RETRY while the check
+        runs.
 
-        Starts a check if the block has none.
+        The first call for a block starts its check.
         """
         check = checks.get(key)
         if check is not None and self._manager.ready_slots_of([key])[0] != check.plan.slots[0]:
@@ -88,13 +88,14 @@ class Verifier:
     def release(self, checks: Checks) -> None:
         """Unpin the blocks of a request, whether it has loaded them or not.
 
-        Blocks whose check is pending stay in RAM. The next request checks them again.
+        A block whose check is still pending stays in RAM. The next request that needs the block checks it
+        again.
         """
         for key in list(checks):
             self._release(checks, key, damaged=checks[key].found_damage)
 
     def reset(self) -> None:
-        """Set the number of pinned blocks to 0, after a reset has made the plans of all checks void."""
+        """Set the number of pinned blocks to 0. Called after a reset of the manager, which ends all pins."""
         self._held = 0
 
     def close(self) -> None:

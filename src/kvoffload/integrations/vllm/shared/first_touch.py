@@ -1,6 +1,7 @@
-"""Allocates the pages of a shared mapping before they are used, in the process that will use them.
+"""Allocates the pages of a shared mapping in advance, in the process that will use them.
 
-This matters because the kernel allocates a page on the NUMA node of the thread that touches the page first.
+The kernel allocates a page on the NUMA node of the thread that touches the page first. So the process that
+will use a page must be the first to touch it.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from pathlib import Path
 
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
 _STEP_BYTES = 64 * 2**20
-"""Number of bytes that a thread allocates in one call. It is small, so that all threads end soon after an
-error."""
+"""Number of bytes that a thread allocates before it looks for an error. It is small, so that after an
+error all threads end soon."""
 _MAX_THREADS = 4
 _NODES = Path("/sys/devices/system/node/has_memory")
 
@@ -23,13 +24,14 @@ _NODES = Path("/sys/devices/system/node/has_memory")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 Span = tuple[int, int]
-"""A part of a file: offset and number of bytes."""
+"""A part of a file: its offset and its length, in bytes."""
 
 
 def ask_for_huge_pages(address: int, num_bytes: int) -> bool:
-    """Request huge pages (2 MiB) for later allocations in this mapping. Returns True if the kernel accepts.
+    """Ask the kernel to use huge pages (2 MiB) for later allocations in this mapping.
 
-    The request has an effect only if the file system is mounted with the option ``huge=``. Raises nothing.
+    Returns True if the kernel accepts. Nevertheless it uses huge pages only if the file system is mounted
+    with the option ``huge=``. Raises nothing.
     """
     return advise(address, num_bytes, _MADV_HUGEPAGE) == 0
 
@@ -43,12 +45,12 @@ def has_several_nodes() -> bool:
 
 
 def num_threads(num_workers: int) -> int:
-    """Return the number of threads for each worker if `num_workers` workers allocate at the same time."""
+    """Return how many threads each worker should use if `num_workers` workers allocate at the same time."""
     return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // num_workers))
 
 
 def take(fd: int, address: int, spans: Sequence[Span], threads: int) -> None:
-    """Allocate zeroed pages for spans of a mapped file, on this process's NUMA node.
+    """Allocate zeroed pages for parts of a mapped file, on the NUMA node of this process.
 
     Existing pages do not change. After the call, no write into a span can fail because memory is missing.
 
@@ -71,7 +73,7 @@ def take(fd: int, address: int, spans: Sequence[Span], threads: int) -> None:
 
 
 def _take(fd: int, address: int, start: int, num_bytes: int) -> None:
-    """Allocate whole pages. Linux before 5.14 only reserves them, without a choice of the NUMA node."""
+    """Allocate whole pages. Linux before 5.14 only reserves them; their NUMA node is then chosen later."""
     while (failed := advise(address + start, num_bytes, _MADV_POPULATE_WRITE)) == errno.EINTR:
         pass
     if failed:
