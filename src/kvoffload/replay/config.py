@@ -1,7 +1,7 @@
-"""Caches and assumptions of a replay: capacities, policies, engines, quotas, and settings to try.
+"""Configuration of a replay: capacities, policies, engines, quotas, and settings to try.
 
-Owns the checks of combinations, and the capacities that follow from several options. Does not know how a
-replay runs, and opens nothing.
+Owns the checks of options that exclude each other, and the capacities that are computed from several options.
+Does not know how a replay runs, and opens no tiers.
 """
 
 from __future__ import annotations
@@ -34,35 +34,37 @@ _SHARES = "with shared-ram there are no quotas, because the engines of a pool ha
 
 @dataclass(frozen=True)
 class ReplayConfig:
-    """Caches and assumptions of a replay.
+    """Configuration of a replay: its caches, and its assumptions about engines and requests.
 
     Attributes:
-        capacity_blocks: slots of the RAM tier.
+        capacity_blocks: number of slots of the RAM tier.
         policy, admission: arguments of `OffloadingManager`.
-        device_blocks: blocks of an LRU device cache in front of RAM; 0 for none.
-        store: moment at which blocks are offered to RAM: ``on-compute`` or ``on-device-eviction``.
+        device_blocks: capacity of an LRU device cache in front of RAM; 0 for no device cache.
+        store: the event after which blocks are offered to RAM: ``on-compute`` or ``on-device-eviction``.
         tiers: tiers behind RAM, fastest first; capacities are numbers of blocks (`TierOptions.in_blocks`).
-        decode_tokens_per_s: assumed generation speed of each request; determines the end of the request.
-            If 0, a request ends as soon as its blocks are loaded or computed. The device may always drop the
-            blocks from that moment on, even if the request ends later.
-        queue_requests: assumed number of requests in the engine's queue. The manager expects their blocks.
+        decode_tokens_per_s: the speed at which each request is assumed to generate its tokens, which
+            determines when the request ends. If 0, a request ends as soon as its blocks are loaded or
+            computed. From this moment on the device may drop the blocks, even if the request ends later.
+        queue_requests: the number of requests that are assumed to wait in the engine's queue. The manager
+            expects the blocks of these requests (`OffloadingManager.expect`).
         instances: number of engines. Each engine has its own device, RAM and tiers, but all engines share the
             last tier if this tier is simulated (`may_be_shared`). `SharedReplay` replays several engines.
         routing: rule that assigns requests to instances (`replay.routing`).
         shared_ram: True if the instances share one RAM pool of ``instances * capacity_blocks`` slots.
             Each instance still has its own device, admission rule and tiers. Allowed with ``on-compute``
             only, because a victim tier belongs to one device.
-        tenants: quotas of RAM in blocks, by name of the tenant (`Hints.tenant`). They hold for the RAM of
-            each instance. Allowed with ``on-compute`` only, and not with `shared_ram`.
-        tier_tenants: quotas of tiers behind RAM, by name of the tier, for tenants with a quota of RAM.
-            Allowed with one instance only.
-        machines: with `shared_ram`, the number of machines. Each machine has its own pool. Instances are
-            divided equally among machines, in the order of their numbers.
-        what_if: settings of RAM whose hit ratios the replay estimates from a sample of the blocks. Allowed
-            with one instance and ``on-compute`` only.
-        what_if_sample: the sample has one block in this many.
+        tenants: for each tenant, by name (`Hints.tenant`), its quota of RAM in blocks. The quotas hold for
+            the RAM of each instance. Allowed with ``on-compute`` only, and not with `shared_ram`.
+        tier_tenants: for each tier behind RAM, by name, the quotas of tenants. A tenant with a quota of a
+            tier must also have a quota of RAM, which may be empty. Allowed with one instance only.
+        machines: with `shared_ram`, the number of machines. Each machine has its own RAM pool for an equal
+            share of the instances; the first machine runs the instances with the lowest numbers.
+        what_if: other settings of RAM; the replay estimates their hit ratios from a sample of the blocks.
+            Allowed with one instance and ``on-compute`` only.
+        what_if_sample: if this is `n`, the sample contains about one block in `n`.
 
-    Raises: `ConfigError`. The fields before `decode_tokens_per_s` are checked when the caches are created.
+    Raises: `ConfigError` if a field is out of range, or if fields exclude each other. But the values of the
+    fields before `decode_tokens_per_s` are checked only when the caches are created.
     """
 
     capacity_blocks: int
@@ -129,7 +131,7 @@ class ReplayConfig:
 
     @property
     def engines_of_pool(self) -> int:
-        """Number of engines that use one RAM."""
+        """Number of engines that use the same RAM."""
         return self.instances // self.machines if self.shared_ram else 1
 
     @property
@@ -139,7 +141,7 @@ class ReplayConfig:
 
     @property
     def pool_blocks(self) -> int:
-        """Capacity of one RAM in blocks. With `shared_ram`, all engines of a machine use one RAM."""
+        """Capacity in blocks of one engine's RAM or, with `shared_ram`, of the RAM of one machine."""
         return self.capacity_blocks * self.engines_of_pool
 
     @property
@@ -149,9 +151,10 @@ class ReplayConfig:
 
     @property
     def offload_blocks(self) -> int:
-        """Capacity, in blocks: one RAM and all tiers behind it.
+        """Sum of the capacities of one RAM and of all tiers behind it, in blocks.
 
-        The tiers of every engine that uses the RAM are included. A shared last tier counts once.
+        If several engines use the RAM, the tiers of each engine are included, but a shared last tier counts
+        once.
         """
         shared = self.tiers[-1].num_blocks if self.shares_last_tier else 0
         return self.pool_blocks + self.engines_of_pool * (self.tier_blocks - shared) + shared
@@ -167,7 +170,7 @@ class ReplayConfig:
         }
 
     def columns(self) -> dict[str, Any]:
-        """Return the fields that are also columns of replay reports and of sweep rows."""
+        """Return the fields that replay reports and rows of a sweep repeat as columns of the same name."""
         return {
             "admission": self.admission,
             "store": self.store,
@@ -180,10 +183,10 @@ class ReplayConfig:
 
 
 def quotas_for(num_slots: int, capacity_blocks: int, quotas: Mapping[str, Quota]) -> Mapping[str, Quota]:
-    """Return the quotas for a cache with `num_slots` slots.
+    """Return the quotas for a cache with `num_slots` slots, the result of `slots_needed`.
 
-    If `num_slots` is less than `capacity_blocks`, the cache can hold all blocks of the trace. The minimums of
-    the quotas are then left out, because they are not needed.
+    If `num_slots` is less than `capacity_blocks`, the cache can hold all blocks of the trace. Then no tenant
+    needs a guaranteed minimum, so the result has no minimums.
     """
     if num_slots >= capacity_blocks:
         return quotas
@@ -191,9 +194,10 @@ def quotas_for(num_slots: int, capacity_blocks: int, quotas: Mapping[str, Quota]
 
 
 def slots_needed(trace: Trace, capacity_blocks: int) -> int:
-    """Return the number of slots that a cache can use: at least 1, at most one slot per unique block.
+    """Return `capacity_blocks`, but not more than the trace has unique blocks, and at least 1.
 
-    Raises: `ConfigError` for a capacity below 1.
+    A cache with more slots than unique blocks would leave slots unused. Raises: `ConfigError` for a capacity
+    below 1.
     """
     if capacity_blocks < 1:
         raise ConfigError("capacity_blocks", capacity_blocks, "allowed: 1 or more")

@@ -1,7 +1,8 @@
-"""End times of requests in a replay. A request ends at once, or after an assumed time per generated token.
+"""End times of requests in a replay.
 
-A trace records arrivals and the number of generated tokens, but no end times. This module determines the
-order in which requests end; the replay finishes them.
+A trace records arrivals and the number of generated tokens, but no end times. So a request is assumed to end
+as soon as it is served, or after a fixed time per generated token. This module determines the order in which
+requests end; the replay finishes them.
 """
 
 from __future__ import annotations
@@ -16,31 +17,31 @@ from kvoffload.settings.read import NotNegative
 from kvoffload.traces.trace import Trace
 
 End = tuple[int, RequestContext]
-"""An ended request: its number and its context."""
+"""An ended request: its position in the trace, and its context."""
 
 
 DecodeSpeed: TypeAlias = NotNegative
-"""Assumed speed of each request, in generated tokens per second.
+"""Speed at which each request is assumed to generate its tokens, in tokens per second.
 
 0 means that a request ends as soon as it is served.
 """
 
 
 class EndsAtOnce:
-    """Requests end as soon as they are served.
+    """Assumes that each request ends as soon as it is served.
 
     Attributes:
-        are_late: True if a request may end after later requests were served.
+        are_late: True if requests may end after a request that arrived later was served.
     """
 
     are_late: ClassVar[bool] = False
 
     def due(self, request: int) -> Iterable[End]:
-        """Return the requests that end before request `request` arrives, in the order in which they end."""
+        """Return the requests that end before this request arrives, in the order in which they end."""
         return ()
 
     def served(self, request: int, ctx: RequestContext) -> Iterable[End]:
-        """Record that a request was served; returns the requests that end now."""
+        """Record that a request was served. Returns the requests that end immediately."""
         return ((request, ctx),)
 
     def rest(self) -> Iterable[End]:
@@ -49,10 +50,10 @@ class EndsAtOnce:
 
 
 class EndsWhenGenerated(EndsAtOnce):
-    """Requests generate their answers from their arrival on, at a constant speed, and then end.
+    """Assumes that each request generates its answer at a constant speed, from its arrival on, and then ends.
 
-    If a request ends at the time at which another request arrives, the end comes first. If several requests
-    end at the same time, they end in the order of their numbers.
+    If a request ends at the same time at which another request arrives, the end comes first. Requests that
+    end at the same time are returned in the order of their positions in the trace.
     """
 
     are_late = True

@@ -1,8 +1,8 @@
-"""Engines that use one RAM in a replay: their assumed queues, and the engine that stored each block.
+"""Engines that share one RAM in a replay: their assumed queues, and the engine that stored each block.
 
-A trace records arrivals but no waiting times, so a fixed number of the next requests is assumed to wait. The
-manager expects their blocks (`OffloadingManager.expect`). Knows requests and blocks, but no devices, slots or
-bytes.
+A trace records arrivals but no waiting times, so it is assumed that a fixed number of the next requests
+always waits in an engine's queue. The manager expects their blocks (`OffloadingManager.expect`). Knows
+requests and blocks, but no devices, slots or bytes.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from kvoffload.tiering.tiered_manager import AnyManager, TieredManager
 from kvoffload.traces.trace import Trace
 
 QueueLength: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
-"""Number of requests in the engine's queue."""
+"""Number of requests that are assumed to wait in an engine's queue."""
 
 
 class EngineQueue:
-    """Queue of the next `num_requests` requests of an engine; the manager expects their blocks.
+    """Queue of an engine: always holds its next `num_requests` requests, whose blocks the manager expects.
 
     Args:
-        requests: numbers of the engine's requests, in order.
+        requests: positions in the trace of the engine's requests, in order.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class EngineQueue:
         self._waiting: deque[RequestContext] = deque()
 
     def serve(self, request: int) -> RequestContext:
-        """Take the request out of the queue and refill the queue; returns the request's context."""
+        """Take this request, the next one, out of the queue, and refill the queue; returns its context."""
         ctx = self._waiting.popleft() if self._waiting else self._begin(request)
         self._manager.withdraw(ctx)
         self._num_served += 1
@@ -64,10 +64,11 @@ class EngineQueue:
 
 
 class EngineParts:
-    """The admission rules and queues of the engines that use one manager, as in a `NodeManager`.
+    """The admission rules and queues of engines that share one manager of RAM, as in a `NodeManager`.
 
-    Each engine has an admission rule, which counts only the engine's requests, and a queue of waiting
-    requests. The limit of expected blocks (`most_expected`) is divided equally among the queues.
+    Each engine has its own admission rule, which sees only this engine's requests, and its own queue of
+    waiting requests. The manager can expect at most `most_expected` blocks; each queue gets an equal share of
+    this number.
     """
 
     def __init__(self, manager: AnyManager, admission: str, num_engines: int) -> None:
@@ -79,24 +80,22 @@ class EngineParts:
         self._queues = [ram.new_queue(lambda: share) for _ in range(num_engines)]
 
     def switch_to(self, engine: int) -> None:
-        """Install this engine's rule and queue in the manager.
-
-        They stay until the next call of this method.
-        """
+        """Make the manager of RAM use this engine's admission rule and queue, until the next call."""
         self._manager.admission = self._manager.store_mode.admission = self._rules[engine]
         self._manager.queue = self._queues[engine]
 
 
 class Engines:
-    """The engines of one RAM, each with its own queue of `num_waiting` requests.
+    """The engines that share one RAM, each with its own queue of `num_waiting` requests.
 
     Args:
         managers: the manager of each engine. All of them use the same manager of RAM.
-        engine_of: number of each request's engine; None: one engine serves all requests.
+        engine_of: for each request, the number of its engine. None: one engine serves all requests.
         admission: name of the admission rule (`EngineParts`).
 
     Attributes:
-        hit_blocks_of_others: number of loaded block references whose block another engine had stored.
+        hit_blocks_of_others: number of block references that an engine loaded after another engine had stored
+            the block.
     """
 
     def __init__(
@@ -125,9 +124,9 @@ class Engines:
         self._writers = np.full(trace.unique_blocks, -1, np.int32)
 
     def serve(self, request: int) -> RequestContext:
-        """Take the next request out of its engine's queue; returns the request's context.
+        """Take a request out of its engine's queue; returns the request's context.
 
-        Call `switch_to` with the request's engine first.
+        The request must be its engine's next one. Call `switch_to` with this engine first.
         """
         return self._queues[self._engine_of[request]].serve(request)
 
@@ -136,7 +135,7 @@ class Engines:
         return self._engine_of[request]
 
     def switch_to(self, engine: int) -> AnyManager:
-        """Install an engine's rule and queue in the manager of RAM; returns the engine's manager."""
+        """Make the manager of RAM use this engine's rule and queue; returns the engine's own manager."""
         if self._parts is not None:
             self._parts.switch_to(engine)
         return self._managers[engine]
@@ -147,9 +146,9 @@ class Engines:
             self._writers[codes] = self._engine_of[request]
 
     def loaded(self, request: int, codes: npt.NDArray[np.int32]) -> None:
-        """Add the loaded blocks `codes` to `hit_blocks_of_others`, if another engine has stored them.
+        """Count in `hit_blocks_of_others` the blocks in `codes` that another engine stored.
 
-        For each request, call `loaded` before `stored`.
+        `codes` are the blocks that `request` loaded. Call `loaded` before `stored`.
         """
         if self._writers is not None:
             own = self._engine_of[request]

@@ -1,7 +1,7 @@
 """Injection of damage into a RAM tier: bit flips, swapped blocks, lost and torn writes.
 
-Changes the public arrays of a `MemoryTier`; the tier has no code for damage. The caller checks that the
-damage is detected and never served.
+Changes the public arrays of a `MemoryTier`, so that the tier itself needs no code for damage. The caller
+checks that the tier detects the damage and never returns a damaged block as intact.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from kvoffload.transfer import Rows
 class Injection:
     """Damages each written block with a fixed probability.
 
-    Equal seeds damage equal blocks on every machine: Python guarantees the sequence of
-    `random.Random.random`.
+    With the same seed, the same blocks are damaged on every machine, because Python guarantees the sequence
+    of `random.Random.random`.
 
     Attributes:
         kind: kind of damage, a key of `KINDS`.
         probability: probability that a written block is damaged.
-        injected: number of slots damaged so far.
+        injected: number of damaged slots so far.
     """
 
     def __init__(self, kind: str, probability: float, seed: int = 0) -> None:
@@ -39,7 +39,7 @@ class Injection:
         """Damage some of `slots`, which have just been written; returns the damaged slots, ascending.
 
         The bytes of every returned slot have changed, and no other slot has changed. A swap or a torn write
-        needs a second slot: another slot of the batch or, if the batch has one slot, any slot of the tier. A
+        needs a second slot, which is another of `slots` or, if there is only one, any slot of the tier. A
         swap damages both slots.
         """
         batch = [int(slot) for slot in slots]
@@ -64,7 +64,7 @@ class Injection:
 
 
 def parse_injection(spec: str, seed: int = 0) -> Injection:
-    """Parse ``KIND:PROBABILITY``, such as ``bitflip:1e-4``. Raises `ConfigError`."""
+    """Parse ``KIND:PROBABILITY``, such as ``bitflip:1e-4``. Raises `ConfigError` if `spec` is invalid."""
     kind, _, probability = spec.partition(":")
     try:
         rate = float(probability)
@@ -86,7 +86,7 @@ def _bitflip(tier: MemoryTier, slot: int, other: int, below: Below) -> None:
 
 
 def _swap(tier: MemoryTier, slot: int, other: int, below: Below) -> None:
-    """Exchange the contents and the checksums of two slots: each block is intact, but in the wrong slot."""
+    """Exchange the contents and checksums of two slots: each block stays intact, but is in the wrong slot."""
     tier.pool[[slot, other]] = tier.pool[[other, slot]]
     if tier.checksums is not None:
         tier.checksums[[slot, other]] = tier.checksums[[other, slot]]
@@ -98,7 +98,7 @@ def _zero(tier: MemoryTier, slot: int, other: int, below: Below) -> None:
 
 
 def _torn(tier: MemoryTier, slot: int, other: int, below: Below) -> None:
-    """Replace the second half of the block by another block's, as if the write had stopped half-way."""
+    """Overwrite the block's second half with another block's, as if the write had stopped half-way."""
     half = tier.block_bytes // 2
     tier.pool[slot, half:] = tier.pool[other, half:]
 

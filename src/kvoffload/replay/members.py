@@ -1,6 +1,6 @@
 """Managers with tiers behind RAM, one for each engine of a replay.
 
-Engines that share RAM each have their own tiers behind RAM. Knows no requests.
+If engines share RAM, each of them still has its own tiers behind RAM. Knows no requests.
 """
 
 from __future__ import annotations
@@ -18,31 +18,29 @@ from kvoffload.tiers.contract import Memory, SecondaryTier
 from kvoffload.tiers.spec import TierOptions, TierOwner, names_of, open_tiers
 
 SETTLE_S = 600.0
-"""Time limit in seconds for the tiers' jobs. If the jobs take longer, the replay fails with `TierError`."""
+"""Time limit, in seconds, for the tiers' jobs. If a job takes longer, the replay fails with `TierError`."""
 
 
 def may_be_shared(tier: TierOptions) -> bool:
-    """Return True if all engines of a replay may use one tier with these options.
+    """Return True if one tier with these options can serve all engines of a replay.
 
-    Only a simulated tier without ``per_engine`` may be shared. Such a tier simulates a server. All other
-    tiers are opened once for each engine, as in production: each engine has its own directory on a disk, or
-    its own connection to a server.
+    Only a simulated tier without ``per_engine`` may be shared, because it simulates a server. All other tiers
+    are opened once for each engine. In production, too, each engine has its own directory on a disk, or its
+    own connection to a server.
     """
     return not getattr(tier, "per_engine", True)
 
 
 def replica_name(engine: int, num_engines: int) -> str:
-    """Return the name of an engine's own directory on a disk.
-
-    Returns "" if the replay has a single engine.
-    """
+    """Return the name of an engine's directory in a tier on disk; "" if the replay has a single engine."""
     return f"replica-{engine}" if num_engines > 1 else ""
 
 
 def make_ram_manager(members: Sequence[TieredManager]) -> Callable[..., OffloadingManager]:
-    """Return a factory of RAM's manager, for the constructor of the next `TieredManager` in `members`.
+    """Return a factory that gives all `TieredManager` objects in `members` the same manager of RAM.
 
-    For the first member the factory creates the manager. For later members it returns the same manager.
+    Pass it to the constructor of the next member. For the first member it creates the manager of RAM; for
+    later members it returns the first member's.
     """
 
     def make(*arguments: Any, **keywords: Any) -> OffloadingManager:
@@ -63,13 +61,14 @@ def open_members(
     """Open the tiers of each engine that uses this RAM, and create the engine's manager.
 
     Args:
-        ram: the memory of RAM's slots; the number of slots is the capacity.
-        shared: the last tier, if engines with other RAM also use it; None to open the last tier here.
-        quotas: quotas of tiers by name of the tier, for the first engine.
+        ram: the memory of RAM's slots; its number of slots is the capacity of RAM.
+        shared: the last tier, if it is already open because engines with other RAM use it, too. None: the
+            function opens the last tier.
+        quotas: for tiers by name, the quotas of tenants. They are set only for the first engine.
         manager: keyword arguments of `OffloadingManager`.
 
-    Raises: the errors of `open_tiers` and `TieredManager.set_tier_tenants`; then no tier stays open. The
-    caller must close the managers.
+    The caller must close the managers. Raises the errors of `open_tiers` and
+    `TieredManager.set_tier_tenants`; after an error no tier stays open.
     """
     members = list[TieredManager]()
     names = names_of(tiers)

@@ -1,6 +1,7 @@
-"""Upper bound of prefix hits, if the number of writes to the tier behind RAM is limited.
+"""Upper bound of prefix hits with a limited number of writes to the tier behind RAM.
 
-Knows the whole trace, but no managers or policies. `replay.optimum` is the bound without a limit of writes.
+The computation knows the whole trace, but no managers or policies. `replay.optimum` computes the bound for an
+unlimited number of writes.
 """
 
 from __future__ import annotations
@@ -30,25 +31,27 @@ def bound_within_writes(
 ) -> int:
     """Bound the prefix hits of RAM and a tier behind RAM, with at most `max_writes` writes to the tier.
 
-    No policy and no admission rule exceeds the bound. It is not known whether any of them reaches it. The
-    result is the least of three bounds:
+    No policy with any admission rule exceeds the bound, but possibly none can reach it. The result is the
+    lowest of three bounds:
 
-    - The optimum of one cache of `capacity_blocks` + `tier_blocks`, with any number of writes.
-    - The optimum of RAM alone, plus all uses of the `max_writes` most used blocks. First uses, and uses that
-      the device serves, do not count.
-    - A Lagrangian relaxation of the limits of slots and writes. A hit needs either RAM, which must hold the
-      block from its last offer to the use, or one write of the block, which serves all its uses. Assume that
-      a slot of RAM costs `p` hits per request, and a write costs `q` hits. Each block then chooses what
-      gains most: RAM for each interval that costs less than a hit, or a write. By weak duality, the sum of
-      all gains, plus the prices of all slots and writes, is an upper bound of the hits for any `p` and `q`.
-      The best `q` follows from `p`; a search finds the best `p`.
+    - The optimum of one cache of ``capacity_blocks + tier_blocks``, with any number of writes.
+    - The optimum of RAM alone, plus all uses of those `max_writes` blocks that are used most. A block's first
+      use, and uses that the device serves, are not counted.
+    - A Lagrangian relaxation of the limits on slots and writes. There are two ways to make a use a hit: RAM
+      holds the block from its last offer to the use, or the block is written to the tier, which then serves
+      all its uses. Assume that to hold a block in RAM costs `p` hits per request, and a write costs `q` hits.
+      For each block, the better way is chosen: RAM for each interval that costs less than a hit, or a write.
+      By weak duality, the sum of all net gains, plus the price of all slots and of all allowed writes, is an
+      upper bound of the hits for any `p` and `q`. The best `q` follows from `p`, and a search finds the best
+      `p`.
 
-    The second and third bound let the tier keep every written block forever, from its first offer on.
+    The second and third bound assume that the tier keeps every written block forever, from its first offer
+    on.
 
     Args:
         capacity_blocks: slots of RAM.
         tier_blocks: slots of the tier behind RAM.
-        max_writes: blocks that may be written to the tier in the whole trace.
+        max_writes: number of blocks that may be written to the tier during the whole trace.
         device_blocks, store: as for `optimum`.
 
     Cost: O(1) per reference and search step; in total 0.3 s per million references. Raises: `ConfigError` for
@@ -65,15 +68,15 @@ def bound_within_writes(
 
 
 def oracle_within_writes(trace: Trace, hits_per_request: npt.NDArray[np.int32], max_writes: int) -> int:
-    """Compute the prefix hits of given caches with a tier behind them. An oracle chooses the tier's writes.
+    """Compute the prefix hits of existing caches after a tier is added whose writes an oracle chooses.
 
-    The given caches are assumed to have the same hits as without the tier. The oracle writes the `max_writes`
-    blocks with the most missed uses, and the tier keeps these blocks forever. The result is no upper bound
-    for a replay. In a replay, promoted blocks also enter the cache in front of the tier, which may then have
-    more hits.
+    The caches in front are assumed to have the same hits as without the tier. The oracle writes the
+    `max_writes` blocks with the most missed uses, and the tier keeps these blocks forever. The result is no
+    upper bound for a replay, because in a replay promoted blocks also enter the cache in front of the tier,
+    which may then have more hits.
 
     Args:
-        hits_per_request: prefix hits of each request without the tier (`Replay.hits_per_request`).
+        hits_per_request: for each request, its prefix hits without the tier (`Replay.hits_per_request`).
 
     Cost: O(1) per reference. Raises: `ConfigError` for a negative number of writes.
     """
@@ -87,12 +90,11 @@ def oracle_within_writes(trace: Trace, hits_per_request: npt.NDArray[np.int32], 
 
 @dataclass(frozen=True)
 class _Uses:
-    """The uses that RAM or a tier may serve: no first use of a block, and no use that the device serves.
+    """The uses that RAM or a tier may serve: all uses except first uses and uses that the device serves.
 
     Attributes:
         blocks: for each use, the code of the block.
-        gaps: for each use, the time for which RAM must hold the block to serve the use, counted in steps from
-            one request to the next.
+        gaps: for each use, how long RAM must hold the block before the use, as a number of requests.
         unique_blocks: number of unique blocks in the trace.
     """
 
@@ -126,9 +128,9 @@ def _uses(trace: Trace, device_blocks: int, store: str) -> _Uses:
 
 
 def _relaxed(uses: _Uses, slots: int, max_writes: int, requests: int) -> float:
-    """Compute the lowest bound of the relaxation, by golden-section search over the price of a slot.
+    """Compute the lowest bound that the relaxation gives, by golden-section search over the price of a slot.
 
-    The bound is a convex function of this price.
+    The search finds the minimum, because the bound is a convex function of this price.
     """
     if len(uses.blocks) == 0:
         return 0.0

@@ -1,9 +1,9 @@
-"""Sources of options: given values, the environment, a file.
+"""Merges options from three sources: given values, environment variables, and a TOML file.
 
-An option has the same name in ``kv_connector_extra_config``, in Python, on a command line and in a TOML file.
-In the environment its name is ``KVOFFLOAD_NAME``. The option ``config`` or the variable ``KVOFFLOAD_CONFIG``
-is the path of the TOML file. The environment overrides this file. Options that are given in any other way
-override the environment. An option is documented where it is used.
+An option has the same name in ``kv_connector_extra_config``, in Python, on a command line and in the TOML
+file; its environment variable is ``KVOFFLOAD_NAME``. The option ``config`` or the variable
+``KVOFFLOAD_CONFIG`` gives the path of the file. Environment variables override the file, and options that are
+given in any other way override both. Each option is documented where it is used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PREFIX = "KVOFFLOAD_"
 _NEARLY = 0.8
 
 SHARED = ("admission", "policy", "ram", "store", "tiers")
-"""Options that engines, replays and sweeps share."""
+"""Options that engines, replays and sweeps have in common."""
 
 OF_ENGINES = (
     *SHARED,
@@ -40,26 +40,25 @@ OF_ENGINES = (
     "what_if",
     "what_if_sample",
 )
-"""Options that an engine reads also from the environment and from a file. Others must be given directly."""
+"""Options that the environment and the TOML file may set for an engine. Others must be given directly."""
 
 _ONE_MEANING = {"admission", "store_threshold", "max_tracker_size"}
-"""Options that together set the admission rule.
+"""Options that together set the admission rule, so that they must come from the same source.
 
-If a source sets at least one of these options, all of them are ignored in sources of lower priority.
+If a source sets at least one of them, all of them are ignored in sources of lower priority.
 """
 
 
 def gathered(
     given: Mapping[str, Any], names: Collection[str], other_names: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Merge options: `given` overrides the environment, and the environment overrides the file.
+    """Merge options: `given` overrides environment variables, and these override the TOML file.
 
     Args:
-        given: options that were given directly, not by the environment or a file. An option whose value is
-            None counts as not given.
-        names: options that this caller accepts from the environment and the file. The file may contain other
-            options of `OF_ENGINES`; they are ignored.
-        other_names: aliases that `given` may use for an option: alias -> option.
+        given: options that were given directly. An option whose value is None counts as not given.
+        names: options that this caller accepts from the environment and the file. The file may also contain
+            other options of `OF_ENGINES`, which are ignored.
+        other_names: dict of aliases that `given` may use: alias -> option name.
 
     Raises: `ConfigError` if the file cannot be read or contains an unknown option, or if an environment
     variable looks like a misspelt option.
@@ -92,7 +91,7 @@ def _check_environment() -> None:
 
 
 def read_file(path: object) -> dict[str, Any]:
-    """Read the options of a TOML file. Raises `ConfigError`."""
+    """Read the options in a TOML file. Raises `ConfigError` if that fails or if an option is unknown."""
     if not isinstance(path, (str, Path)):
         raise ConfigError("config", path, "allowed: the path of a TOML file")
     try:

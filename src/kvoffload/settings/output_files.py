@@ -11,12 +11,11 @@ from kvoffload.errors import ConfigError
 
 
 def check_new(field: str, path: Path, *, force: bool) -> None:
-    """Raise `ConfigError` if an output file has content and `force` is not set.
+    """Raise `ConfigError` if an output file already has content, unless `force` is set.
 
-    Call this function before the work.
-
-    ``-`` is refused, because users mean standard output. Devices and pipes are accepted. Empty files are
-    accepted, too, because an aborted command may leave them.
+    Call this function before the work, so that a user does not wait for a result that cannot be written. It
+    also refuses directories, and ``-``, because users of ``-`` mean standard output, not a file of this name.
+    Devices and pipes are accepted. Empty files are accepted, too, because an aborted command may leave them.
     """
     if str(path) == "-":
         raise ConfigError(field, "-", "allowed: the path of a file, or /dev/stdout for standard output")
@@ -27,9 +26,9 @@ def check_new(field: str, path: Path, *, force: bool) -> None:
 
 
 def check_regular(field: str, path: Path) -> None:
-    """Raise `ConfigError` unless `path` is a regular file or does not exist.
+    """Raise `ConfigError` unless `path` is a regular file or does not exist yet.
 
-    Without this check, `replaced` would replace a device such as /dev/stdout by a file.
+    Call this before `replaced`, which would otherwise replace a device such as /dev/stdout by a file.
     """
     if path.exists() and not path.is_file():
         raise ConfigError(field, str(path), "allowed: a regular file, or a new one")
@@ -46,9 +45,11 @@ def written(field: str, path: Path) -> Iterator[None]:
 
 @contextmanager
 def replaced(field: str, path: Path) -> Iterator[Path]:
-    """Yield the path of a temporary file, ``NAME.part``. At the end, this file replaces `path` atomically.
+    """Context manager: the caller writes a temporary file, ``NAME.part``, which then replaces `path`.
 
-    After an error, the temporary file is deleted. An `OSError` becomes a `ConfigError`, as in `written`.
+    Yields the path of the temporary file. The replacement is atomic, so `path` never has incomplete content.
+    If the body of the ``with`` fails, the temporary file is deleted. An `OSError` becomes a `ConfigError`, as
+    in `written`.
     """
     incomplete = path.with_name(path.name + ".part")
     with written(field, path):

@@ -1,6 +1,7 @@
-"""Paths that users type. A leading ``~`` is the home directory, in options from every source.
+"""Paths that users type. A leading ``~`` is replaced by the home directory.
 
-A shell expands ``~`` only at the beginning of a word: not in ``disk:~/kv:1GiB``, in JSON or in TOML.
+This package must do this, because a shell expands ``~`` only at the beginning of a word, not in
+``disk:~/kv:1GiB``, and because options may also come from JSON or TOML.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from kvoffload.errors import ConfigError
 
 
 def expanded(field: str, path: str) -> str:
-    """Replace a leading ``~`` or ``~user`` by the home directory, as a shell does. ``./~`` is unchanged.
+    """Replace a leading ``~`` or ``~user`` by the home directory, as a shell does.
 
-    Raises: `ConfigError` if the home directory is unknown.
+    Other paths are returned unchanged, so ``./~`` names a file ``~``. Raises: `ConfigError`, with the option
+    name `field`, if the home directory is unknown.
     """
     if not path.startswith("~"):
         return path
@@ -37,4 +39,4 @@ class _FileParser:
 
 
 FilePath: TypeAlias = Annotated[str, _FileParser()]
-"""The path of a file, with ``~`` expanded; an empty text means no file."""
+"""Type of an option that is the path of a file. A leading ``~`` is expanded. Empty means no file."""

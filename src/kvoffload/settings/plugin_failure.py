@@ -1,7 +1,8 @@
-"""Exceptions in classes of users, such as a policy from a file: the method, its block, the user's traceback.
+"""Describes exceptions in users' classes, such as a policy from a file.
 
-Does not know the contracts. A class of a user is one that a `Registry` accepts and whose code is outside of
-this package.
+A description names the failed method and its block, and has the part of the traceback that is in the user's
+code. A class counts as a user's class if a `Registry` accepts it and its code is outside of this package.
+This module knows no methods of the classes.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ class PluginFailure(NamedTuple):
     """An exception that a user's class raised.
 
     Attributes:
-        summary: one line with class, method, numbers and keys among the arguments, and the exception.
-        traceback: the traceback from the method on.
+        summary: one line with the class, the method, the arguments that are numbers or keys, and the
+            exception.
+        traceback: the traceback, without the frames that called the user's method.
     """
 
     summary: str
@@ -31,9 +33,10 @@ class PluginFailure(NamedTuple):
 
 
 def plugin_failure(error: BaseException) -> PluginFailure | None:
-    """Describe an exception that a method of a user's class raised; return None if no such method raised.
+    """Describe `error` if a method of a user's class raised it, otherwise return None.
 
-    If methods of user's classes call each other through this package, the innermost method is described.
+    If such a method was called, through this package, by a method of another user's class, the method that
+    was called last is described.
     """
     innermost: tuple[TracebackType, str] | None = None
     calls_it, entry = False, error.__traceback__
@@ -52,7 +55,7 @@ def plugin_failure(error: BaseException) -> PluginFailure | None:
 
 
 def _name_of(frame: FrameType) -> str:
-    """Return ``policy Mine: victim(key 3f1a)`` if the frame is a method of a user's class, else ``""``."""
+    """Describe a user's method call: ``policy Mine: victim(key 3f1a)``; return ``""`` for other frames."""
     arguments = inspect.getargvalues(frame)
     if not arguments.args:
         return ""
@@ -68,7 +71,7 @@ def _name_of(frame: FrameType) -> str:
 
 
 def _shown(name: str, value: object) -> str:
-    """Format an argument that names a block: a number or a key."""
+    """Format an argument that identifies a block, a number or a key; return ``""`` for other arguments."""
     if isinstance(value, bytes):
         return f"{name} {value.hex()}"
     return f"{name} {value}" if isinstance(value, int) and not isinstance(value, bool) else ""

@@ -17,13 +17,13 @@ class RamOptions:
     """RAM for blocks: ``64GiB``, ``64GiB,shared=node``, or ``{"size": "64GiB", "shared": "node"}``.
 
     Attributes:
-        size: size in bytes. In vLLM, it is the total of all workers of the engine.
-        shared: ``node`` or empty. With ``node``, all engines of the user on this machine whose blocks are
-            equal share one pool of this size. If empty, the engine has its own pool.
-        keep_s: seconds for which a shared pool remains after its last engine has ended; 0: the pool is
+        size: size in bytes. In vLLM, it is the sum over all workers of the engine.
+        shared: ``node``: all engines of this user on this machine that produce the same blocks (same model
+            and layout) share one pool of this size. Empty or None: the engine has its own pool.
+        keep_s: how long a shared pool remains after its last engine has ended, in seconds; 0: the pool is
             removed at once.
-        share: number of bytes of a shared pool that belong to this engine while it runs. Other engines may
-            use these bytes while this engine does not use them. None: no share.
+        share: bytes of a shared pool that are guaranteed to this engine while it runs. Other engines may use
+            these bytes as long as this engine does not need them. None: nothing is guaranteed.
     """
 
     size: Size
@@ -32,7 +32,7 @@ class RamOptions:
     share: Size | None = None
 
     def share_blocks(self, num_blocks: int) -> int:
-        """Convert `share` to blocks of a pool with `num_blocks` blocks, rounded down; 0 without a share."""
+        """Return `share` in blocks, rounded down, for a pool of `num_blocks` blocks; 0 without a share."""
         return (self.share or 0) * num_blocks // self.size
 
 

@@ -1,7 +1,8 @@
-"""Values that users type: sizes, capacities, durations, options.
+"""Reads and checks values that users type: sizes, capacities, durations, options.
 
-A dataclass describes options. The type of a field states the allowed values: ``Annotated`` with bounds
-(`msgspec.Meta`) or with a `Parser`. `convert` reads one value, `read_options` a whole dataclass.
+A group of options is described by a dataclass with one field for each option. The field's type, an
+``Annotated`` with bounds (`msgspec.Meta`) or with a `Parser`, states the allowed values. `convert` reads one
+value, and `read_options` builds a whole dataclass.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ for _power, _letter in enumerate("KMGT", 1):
 
 MOST_BLOCKS = 2**30
 ANY_TRACE = MOST_BLOCKS
-"""Number of unique blocks that is assumed when capacities are checked before the trace is read."""
+"""Number of unique blocks that is assumed if capacities are checked before the trace is read."""
 _NUMBER = re.compile(r"(\d{1,30}(?:\.\d{1,30})?)\s*([A-Za-z%]*)")
 """A number with a unit.
 
@@ -46,7 +47,7 @@ _CAPACITIES = "allowed: a number of blocks (5000), a share of the unique blocks 
 def parse_size(field: str, text: str) -> int:
     """Parse a size in bytes: ``64KiB``, ``1.5GiB``, ``64G`` (the same as GiB), ``500MB``, ``4096``.
 
-    Raises `ConfigError`.
+    Raises `ConfigError`, with the option name `field`, for other texts.
     """
     match = _NUMBER.fullmatch(text.strip())
     if match is None or match[2].upper() not in _UNITS:
@@ -58,14 +59,14 @@ def parse_size(field: str, text: str) -> int:
 
 
 def parse_capacity(field: str, text: str, block_bytes: int | None, unique_blocks: int) -> int:
-    """Parse a capacity: ``5000`` blocks, ``5%`` of the unique blocks (rounded down), or ``4GiB``.
+    """Parse a capacity: ``5000`` blocks, ``5%`` of `unique_blocks`, or a size such as ``4GiB``.
 
-    Returns a number of blocks.
+    Returns a number of blocks, rounded down.
 
     Args:
-        block_bytes: bytes of one block, for sizes such as ``4GiB``; None if unknown.
+        block_bytes: bytes of one block, needed for sizes; None if unknown, so that sizes are refused.
 
-    Raises: `ConfigError` if the text cannot be parsed, or if the capacity is less than one block or more than
+    Raises: `ConfigError` if the text cannot be parsed, or if the capacity is below one block or above
     `MOST_BLOCKS`.
     """
     match = _NUMBER.fullmatch(text.strip())
@@ -99,21 +100,21 @@ def parse_capacity(field: str, text: str, block_bytes: int | None, unique_blocks
 
 
 class Parser(Protocol):
-    """Parser of a value, for use in ``Annotated``.
+    """Protocol of a parser of values, which marks a type: ``Annotated[int, parser]``.
 
     Attributes:
-        allowed: description of the values that `parse` accepts, for messages.
+        allowed: description of the values that `parse` accepts, for error messages.
     """
 
     @property
     def allowed(self) -> str: ...
 
     def parse(self, field: str, value: object) -> Any:
-        """Return the parsed value. Raises `ConfigError` with the name `field`."""
+        """Return the parsed value. Raises `ConfigError`, which names `field`, if it is not allowed."""
 
 
 class _SizeParser:
-    """Parser of a size in bytes: a number, or text with a unit."""
+    """Parser of a size in bytes, given as a number or as text with a unit."""
 
     def __init__(self, least: int) -> None:
         self._least = least
@@ -132,7 +133,7 @@ class _SizeParser:
 
 
 class _UnitParser:
-    """Parser of a number above 0 with an optional unit."""
+    """Parser of a positive number with an optional unit."""
 
     def __init__(self, allowed: str, units: Mapping[str, float]) -> None:
         self.allowed, self._units = allowed, units
@@ -180,7 +181,7 @@ NotNegative: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
 
 
 def parser_of(kind: Any) -> Parser | None:
-    """Return the `Parser` of an ``Annotated`` type."""
+    """Return the `Parser` of an ``Annotated`` type; None if the type has none."""
     marks = typing.get_args(kind)[1:] if typing.get_origin(kind) is Annotated else ()
     return next((mark for mark in marks if hasattr(mark, "parse")), None)
 
@@ -194,9 +195,9 @@ def without_none(kind: Any) -> Any:
 
 
 def convert(field: str, value: object, kind: Any) -> Any:
-    """Convert `value`, often text, to the type `kind`, which may be ``Annotated``.
+    """Convert `value`, which is often text, to the type `kind`, which may be ``Annotated``.
 
-    Raises: `ConfigError` that states the allowed values.
+    Raises: `ConfigError`, with the option name `field` and the allowed values, if that is impossible.
     """
     kind = without_none(kind)
     plain = value
@@ -216,7 +217,7 @@ def convert(field: str, value: object, kind: Any) -> Any:
 
 
 def possible_values(kind: Any) -> str:
-    """Describe the values that `convert` accepts: ``a whole number, 1 or more``."""
+    """Describe the values that `convert` accepts for `kind`, such as ``a whole number, 1 or more``."""
     if parser := parser_of(kind):
         return parser.allowed
     if typing.get_origin(kind) is Annotated:
@@ -232,7 +233,7 @@ def possible_values(kind: Any) -> str:
 
 
 def nearest(value: object, known: Iterable[str]) -> str:
-    """Format the nearest known name, `` (did you mean lru?)``; empty if none is near."""
+    """Suggest the known name that is most similar to `value`: `` (did you mean lru?)``; empty if none is."""
     name_of = {name.lower(): name for name in known}
     near = difflib.get_close_matches(str(value).lower(), name_of, 1)
     return f" (did you mean {name_of[near[0]]}?)" if near else ""
@@ -249,9 +250,9 @@ def _bounds(meta: msgspec.Meta) -> str:
 
 
 def option_names(kind: type[Any]) -> dict[str, str]:
-    """Return a dict of the options of a dataclass: option name -> attribute name.
+    """Return the options that a dataclass describes, as a dict: option name -> attribute name.
 
-    The option name is the field's name, or ``metadata={"option": ...}``.
+    The option has the name of the field, unless the field has ``metadata={"option": NAME}``.
     """
     return {field.metadata.get("option", field.name): field.name for field in fields(kind)}
 
@@ -268,13 +269,14 @@ def read_options(
     """Build the dataclass `kind` from the options in `given`. An option whose value is None counts as absent.
 
     Args:
-        where: name of the group of options, for messages: ``tiers[0]``.
-        other_names: alias -> option. An option that is given under several names must have the same value
-            under each name.
-        also_known: names to accept and ignore, because other code reads them.
-        problems: problems that were found earlier. They are reported together with the new problems.
+        where: name of the group of options for error messages, such as ``tiers[0]``.
+        other_names: dict of aliases: alias -> option. An option that is given under several names must have
+            the same value under each.
+        also_known: names that are accepted but ignored here, because other code reads them.
+        problems: problems that the caller found before. They are reported together with the new problems.
 
-    Raises: `CombinedConfigError`, which lists every problem with its option, value and allowed values.
+    Raises: `CombinedConfigError` if there are problems. It lists each with its option, value and allowed
+    values.
     """
     names, aliases = option_names(kind), other_names or {}
     known = sorted({*names, *aliases, *also_known})
@@ -299,9 +301,9 @@ def read_options(
 
 
 def given_once(field: str, settings: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Convert `settings`, pairs of option name and value, to a dict.
+    """Convert pairs of option name and value to a dict.
 
-    Raises: `ConfigError` if an option is given twice.
+    Raises: `ConfigError`, which names ``field.option``, if an option occurs twice.
     """
     values: dict[str, str] = {}
     for name, value in settings:
@@ -312,9 +314,9 @@ def given_once(field: str, settings: Iterable[tuple[str, str]]) -> dict[str, str
 
 
 def within(field: str, options: type[T], given: Mapping[str, Any]) -> T:
-    """Build the dataclass `options` from `given`, which is the value of the option `field`.
+    """Build the dataclass `options` from `given`, the value of an option that has options of its own.
 
-    Error messages name ``field.option``.
+    Raises: the errors of `read_options`, with the name ``field.option`` instead of ``option``.
     """
     try:
         return read_options(options, given, field)
@@ -332,9 +334,12 @@ def _hints(kind: type[Any]) -> dict[str, Any]:
 
 
 def check_fields(options: object, where: str) -> None:
-    """Check the ``Annotated`` fields of a dataclass that was built in Python.
+    """Check the ``Annotated`` fields of a dataclass that a caller built in Python, not with `read_options`.
 
-    Raises: `ConfigError` that lists all problems.
+    Args:
+        where: name of the group of options for error messages.
+
+    Raises: `ConfigError` that lists all problems, if there are any.
     """
     kind: Any = type(options)
     hints, problems = _hints(kind), Problems(where)
@@ -348,7 +353,7 @@ def check_fields(options: object, where: str) -> None:
 
 
 def unknown_options(given: Mapping[str, Any], known: Sequence[str], where: str = "") -> list[ConfigError]:
-    """List an error for each option that is not in `known`. `where` precedes the option's name."""
+    """Return an error for each option that is not in `known`, with `where` in front of the option's name."""
     why = "there is no such option{}; allowed: " + ", ".join(known)
     return [
         ConfigError(f"{where}{name}", value, why.format(nearest(name, known)))
@@ -358,7 +363,7 @@ def unknown_options(given: Mapping[str, Any], known: Sequence[str], where: str =
 
 
 def _value(spellings: Sequence[str], given: Mapping[str, Any], kind: Any) -> Any:
-    """Convert the value of one option, given under one or more names."""
+    """Convert the value of one option, which is given under all names in `spellings`."""
     first, *aliases = spellings
     value = convert(first, given[first], kind)
     for name in aliases:

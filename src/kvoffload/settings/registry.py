@@ -1,4 +1,4 @@
-"""Registry of policy and admission classes. Users select a class by name and parameters: ``reuse:2``."""
+"""Registry of policy and admission classes. Users select a class by a name with parameters: ``reuse:2``."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _Loaded = TypeVar("_Loaded")
 
 
 class Parameter(NamedTuple):
-    """Parameter of a registered class.
+    """Parameter of a registered class, such as `small_share` of ``s3fifo``.
 
     Attributes:
-        kind: type of the values, with bounds.
-        allowed: description of the allowed values.
+        kind: type of the parameter's values; may be ``Annotated`` with bounds.
+        allowed: description of the allowed values for error messages.
     """
 
     name: str
@@ -37,21 +37,23 @@ class Parameter(NamedTuple):
 
 
 class Registry(Generic[T]):
-    """The subclasses of `base`, by name. A registry is also a `Parser` of these names.
+    """Finds subclasses of `base` by name. A registry is also a `Parser` of these names.
 
-    The name of a built-in class is the name of its file in `package` (``2q`` for ``_2q.py``). Installed
-    packages add entry points in the group `package`. The name of any other class is ``module:Class`` or
+    A built-in class has the name of its file in `package` (``2q`` for ``_2q.py``). Other packages add classes
+    as entry points in the group `package`. Any other class is named ``module:Class`` or
     ``path/to/file.py:Class``.
 
-    Commas separate name and parameters: ``s3fifo,small_share=0.2``. ``reuse:2`` sets the first parameter. The
-    parameters are the public class attributes with annotation and default, except ``ClassVar``.
+    Parameters follow the name after commas: ``s3fifo,small_share=0.2``. A value after a colon sets the first
+    parameter: ``reuse:2``. A class's parameters are its public class attributes that have an annotation and a
+    default, except ``ClassVar``.
 
-    Send the text to other processes, not the class: they could not unpickle a class of a user's file.
+    To select a class in another process, send it the text: the process could not unpickle a class of a user's
+    file.
 
     Args:
-        field: name of the option in error messages: ``policy``.
-        base: the contract that the classes implement.
-        package: package of the built-in classes.
+        field: name of the option in error messages, such as ``policy``.
+        base: the abstract class that all registered classes implement.
+        package: name of the package with the built-in classes.
     """
 
     all: ClassVar[list[Registry[Any]]] = []
@@ -62,7 +64,7 @@ class Registry(Generic[T]):
         Registry.all.append(self)
 
     def accepts(self, cls: type[Any]) -> bool:
-        """Return True if a class is derived from the contract."""
+        """Return True if `cls` is a subclass of this registry's abstract class."""
         return issubclass(cls, self._base)
 
     @property
@@ -70,7 +72,7 @@ class Registry(Generic[T]):
         return f"{', '.join(self.names())}, module:Class, or path/to/file.py:Class"
 
     def parse(self, field: str, value: object) -> str:
-        """Check a name and return it. Raises `ConfigError` if no class has this name."""
+        """Return `value` if it selects a class with allowed parameters, otherwise raise `ConfigError`."""
         if not isinstance(value, str):
             raise ConfigError(field, value, f"allowed: {self.allowed}")
         try:
@@ -80,15 +82,16 @@ class Registry(Generic[T]):
         return value
 
     def names(self) -> list[str]:
-        """List the known names, sorted."""
+        """Return the names of built-in classes and of entry points, sorted."""
         return sorted({*self._built_in, *(point.name for point in self._entry_points())})
 
     def find(self, spec: str | type[T]) -> type[T]:
-        """Return the class that `spec` names, or a subclass with the parameters in `spec` as defaults.
+        """Return the class that `spec` selects or, if `spec` has parameters, a subclass with these defaults.
 
-        A `spec` that is a class is checked and returned.
+        If `spec` is already a class, it is checked and returned.
 
-        Raises: `ConfigError` that states the allowed values and the nearest name.
+        Raises: `ConfigError` if `spec` selects no class. The message states the allowed values and the most
+        similar name.
         """
         if not isinstance(spec, str):
             return self._check(spec, spec)
@@ -118,7 +121,7 @@ class Registry(Generic[T]):
         return type(base.__name__, (base,), values)
 
     def parameters(self, cls: type[T]) -> list[Parameter]:
-        """List the parameters of a class, in the order of declaration. Cost: evaluates annotations."""
+        """Return the parameters of a class, in order of declaration. Evaluates the class's annotations."""
         listed: dict[str, Parameter] = {}
         for owner in reversed(cls.__mro__):
             if not issubclass(owner, self._base) or owner.__module__ == self._base.__module__:
@@ -132,9 +135,9 @@ class Registry(Generic[T]):
         return list(listed.values())
 
     def _named(self, name: str) -> tuple[type[T], str | None]:
-        """Return the class that `name` selects, and the value of its first parameter.
+        """Return the class that `name` selects, and the text that sets its first parameter.
 
-        The value is the text after the colon, such as ``2`` in ``reuse:2``, or None without a colon.
+        This is the text after the colon, such as ``2`` in ``reuse:2``. None: the name sets no parameter.
         """
         known, colon, text = name.partition(":")
         value = text if colon else None
@@ -156,7 +159,7 @@ class Registry(Generic[T]):
 
     @property
     def _built_in(self) -> dict[str, str]:
-        """Mapping: name of each built-in class -> its module."""
+        """Dict of the built-in classes: name of the class -> name of its module."""
         files = pkgutil.iter_modules(importlib.import_module(self._package).__path__)
         return {file.name.lstrip("_"): f"{self._package}.{file.name}" for file in files}
 
@@ -172,7 +175,7 @@ class Registry(Generic[T]):
         return self._loaded(name, lambda: importlib.import_module(home))
 
     def _loaded(self, name: str, load: Callable[[], _Loaded]) -> _Loaded:
-        """Return the result of `load`, which imports another package's code. Raises `ConfigError`."""
+        """Return the result of `load`, which imports foreign code. Exceptions become a `ConfigError`."""
         try:
             return load()
         except (Exception, SystemExit) as error:
@@ -180,7 +183,7 @@ class Registry(Generic[T]):
             raise ConfigError(self.field, name, f"it cannot be imported: {kind}{error}") from error
 
     def _own(self, module: ModuleType) -> list[type[T]]:
-        """List the subclasses of the contract that a module or its submodules define."""
+        """Return the subclasses of `base` that are in a module and were defined there or in a submodule."""
         return [
             cls
             for cls in vars(module).values()
@@ -211,7 +214,7 @@ def _is_class(value: object) -> TypeGuard[type[Any]]:
 
 
 def _load_file(path: Path) -> ModuleType:
-    """Import a Python file, unless it is already imported. The module's name is made from the file's path."""
+    """Import a Python file, unless it is already imported. The module's name is computed from the path."""
     path = path.resolve()
     name = f"{path.stem}_{hashlib.sha256(bytes(path)).hexdigest()[:12]}"
     if name in sys.modules:

@@ -18,15 +18,15 @@ INTERVAL_S = 1.0
 
 
 class WatchedFile(Generic[T]):
-    """A JSON object in a file, read again whenever the file changes.
+    """Settings in a JSON file, which is read again whenever it changes.
 
     A missing file is no error: it means that the user has not given settings yet. To change the settings,
-    write a new file and rename it to `path`. Otherwise an incomplete file could be read.
+    write a new file and rename it to `path`, because otherwise an incomplete file could be read.
 
     Args:
         path: the file.
-        options: a dataclass of options (`settings.read`).
-        clock: monotonic seconds.
+        options: the dataclass that describes the settings (`settings.read`).
+        clock: returns monotonic seconds.
 
     Thread: use an object in one thread only. Cost: at most one `stat` of the file every `INTERVAL_S` seconds.
     """
@@ -37,11 +37,11 @@ class WatchedFile(Generic[T]):
         self._seen: tuple[int, ...] | str = ""
 
     def poll(self) -> T | None:
-        """Return the settings if the file is new or has changed, otherwise None.
+        """Return the settings if the file is new or has changed since the last call, otherwise None.
 
         Raises:
-            ConfigError: the file has a mistake. The error names the file or the option, and is raised only
-                once for each version of the file.
+            ConfigError: the file cannot be read or has a mistake. The error names the file or the option. It
+                is raised only once for each version of the file.
         """
         now = self._clock()
         if now < self._next_look:

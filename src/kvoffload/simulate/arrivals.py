@@ -1,7 +1,8 @@
 """Arrivals of requests in a timed replay: at recorded times, or from a fixed number of busy clients.
 
-A turn of a conversation needs the answer of the previous turn, so it arrives only after the previous turn has
-ended. Sessions are named by the recording or inferred (`traces.statistics.turns`).
+With recorded times, a turn of a conversation arrives only after the session's previous turn has ended,
+because it contains the previous answer. The recording names the sessions; if it does not, they are inferred
+(`traces.statistics.turns`).
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from kvoffload.traces.trace import Trace
 
 
 def session_times_s(trace: Trace, load: float) -> npt.NDArray[np.float64]:
-    """Compute the arrival time of each request, in seconds. The first session begins at time 0.
+    """Compute the arrival time of each request, in seconds since the beginning of the first session.
 
-    Sessions begin at `load` times the recorded rate. The gaps between the requests of a session stay as
+    Sessions begin at `load` times the recorded rate, but the times between the requests of a session stay as
     recorded.
     """
     recorded_s = trace.timestamps_ms / 1000.0
@@ -54,7 +55,7 @@ class Recorded:
                 self._schedule(request)
 
     def ended(self, request: int) -> None:
-        """Schedule the next turns after `request`, which has ended."""
+        """Record that `request` has ended, and schedule the turns that follow it in its session."""
         for turn in self._next.get(request, ()):
             self._schedule(turn)
 
@@ -73,27 +74,27 @@ class AtOnce:
         self._num_requests = num_requests
 
     def begin(self, events: Events, arrive: Callable[[int], None]) -> None:
-        """Send the first `num_requests` requests."""
+        """Schedule the first `num_requests` requests for the current time."""
         self._events, self._arrive = events, arrive
         for _ in range(self._num_requests):
             self.ended(-1)
 
     def ended(self, request: int) -> None:
-        """Send the next request when a request has ended."""
+        """Record that a request has ended, and schedule the next request for the current time."""
         if (next_request := next(self._remaining, None)) is not None:
             self._events.at(self._events.now, lambda: self._arrive(next_request))
 
 
 class Shares:
-    """Divides arrivals among several engines.
+    """Divides arrivals among several engines, each of which has its own trace.
 
     Args:
         whole: arrivals of all requests.
-        requests_of: for each engine, its requests in order, by their numbers in the whole trace.
+        requests_of: for each engine, the positions of its requests in the whole trace, in order.
 
     Attributes:
-        of_engines: arrivals at each engine, with the request numbers of the engine's own trace. Call
-            `begin` of each element before `begin` of `Shares`.
+        of_engines: for each engine, a source of its arrivals, which numbers requests as in the engine's own
+            trace. Call `begin` of each source before `begin` of `Shares`.
     """
 
     def __init__(self, whole: Recorded | AtOnce, requests_of: Sequence[Sequence[int]]) -> None:
@@ -115,7 +116,7 @@ class Shares:
 
 
 class _Share:
-    """Arrivals at one engine: its part of `Shares`."""
+    """Source of the arrivals at one engine; belongs to a `Shares`."""
 
     def __init__(self, whole: Recorded | AtOnce, requests: Sequence[int]) -> None:
         self._whole, self._requests = whole, requests

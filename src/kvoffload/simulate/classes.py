@@ -1,7 +1,8 @@
-"""Assumed machines: classes of GPUs, with the source of each number.
+"""Classes of machines whose speeds are assumed, not measured: GPUs with a link to RAM.
 
-Peak rates are from data sheets. An engine is assumed to reach the same share of the peak on all classes. Real
-machines differ by up to a third. `kvoffload calibrate` measures a machine instead.
+Peak rates are taken from data sheets, and an engine is assumed to reach the same share of the peak on all
+classes. The speeds of real machines differ from the assumed speeds by up to a third. To measure a machine
+instead, use `kvoffload calibrate`.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ class MachineClass:
     """Peak rates of a GPU and of its link to RAM.
 
     Attributes:
-        gpu: full name.
+        gpu: full name of the GPU.
         flops_per_s: dense bf16 operations per second.
         memory_bytes_per_s: bandwidth of the GPU's memory.
         link: name of the link to RAM.
         link_bytes_per_s: bandwidth of the link, in one direction.
-        source: the data sheet.
+        source: the data sheet with these rates.
     """
 
     gpu: str
@@ -36,9 +37,9 @@ class MachineClass:
 
 
 _PCIE4, _PCIE5 = ("PCIe 4.0 x16", 31.5e9), ("PCIe 5.0 x16", 63.0e9)
-"""Name of a link of 16 lanes, and the bandwidth of one direction in bytes per second.
+"""PCIe links with 16 lanes: name, and bandwidth of one direction in bytes per second.
 
-Source: PCI-SIG, 16 and 32 GT/s per lane, 128b/130b encoding.
+Source of the bandwidths: PCI-SIG, 16 and 32 GT/s per lane, 128b/130b encoding.
 """
 
 CLASSES = {
@@ -55,31 +56,35 @@ CLASSES = {
     "l40s-pcie4": MachineClass("L40S", 362e12, 0.864e12, *_PCIE4, "NVIDIA L40S data sheet, 2023"),
     "mi300x-pcie5": MachineClass("MI300X", 1307e12, 5.3e12, *_PCIE5, "AMD Instinct MI300X data sheet, 2023"),
 }
-"""Classes by name."""
+"""Machine classes by name."""
 
 DEFAULT_PARAMETERS = 8e9
 
 _PREFILL_SHARE, _DECODE_SHARE, _LINK_SHARE = 0.5, 0.4, 0.8
-"""Shares of the peak rates of arithmetic, memory and link, which an engine is assumed to reach."""
+"""Share of the peak rate that an engine is assumed to reach: of arithmetic, of memory, and of the link."""
 _STEP_S, _COPY_LATENCY_S = 0.005, 50e-6
-"""Assumed times in seconds: to schedule and launch a step of vLLM, and to launch a batch of copies."""
+"""Assumed times in seconds: to schedule and launch a step of vLLM; to launch a batch of copies."""
 _DISK_READ, _DISK_WRITE, _DISK_LATENCY_S = 6.5e9, 3.5e9, 100e-6
 _DISK_SOURCE = "one NVMe SSD, PCIe 4.0 x4: Samsung PM9A3 U.2, announced rates, 2020"
 _LAYERS_TIMES_WIDTH, _OF_PARAMETERS, _GROWS_AS = 32 * 4096, 8e9, 0.74
-"""Model of the cost of attention, for up to 70B parameters.
+"""Estimate of the cost of attention from a model's number of parameters, for models up to 70B.
 
-The cost is proportional to the number of layers times the hidden size. This product is assumed to grow as a
-power of the number of parameters. The three values are the product for Llama 3.1 8B, its number of
-parameters, and the exponent.
+The cost is proportional to ``layers * hidden size``. This product is assumed to grow as a power of the number
+of parameters. The three values are the product for Llama 3.1 8B, the number of parameters of this model, and
+the exponent.
 """
 
 
 def machine_of_class(name: str, parameters: float = DEFAULT_PARAMETERS, gpus: int = 1) -> Machine:
-    """Create a machine with `gpus` GPUs of a class and a dense model in 16 bits.
+    """Create a machine with `gpus` GPUs of a class, which run a dense model with 16-bit weights.
+
+    The speeds follow from these assumptions:
 
     - Prefill takes two operations per token and parameter, at half of the peak rate.
-    - Attention takes four operations per token, earlier token, layer and hidden dimension, at the same rate.
-    - Decode reads all weights once per token at 40% of the memory bandwidth, for any number of requests.
+    - Attention takes four operations for each pair of a token and an earlier token, per layer and hidden
+      dimension, at the same rate.
+    - To generate a token, the GPU reads all weights once, at 40% of the memory bandwidth. One such read
+      generates a token for every running request.
     - `gpus` GPUs are `gpus` times as fast as one GPU.
 
     Raises: `ConfigError` for an unknown class.
@@ -127,7 +132,7 @@ _CLASS = re.compile(r"([a-z0-9-]+)(?::(\d+(?:\.\d+)?)\s*B)?", re.IGNORECASE)
 
 
 def parse_class(text: str, gpus: int = 1) -> Machine:
-    """Parse ``h100-pcie5`` or ``h100-pcie5:70B``. Raises `ConfigError`."""
+    """Parse a class, with or without a model size, such as ``h100-pcie5:70B``. Raises `ConfigError`."""
     match = _CLASS.fullmatch(text.strip())
     if match is None or (match[2] is not None and float(match[2]) <= 0):
         return machine_of_class(text)  # raises

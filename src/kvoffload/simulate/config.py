@@ -11,18 +11,20 @@ from kvoffload.simulate.machine import Machine
 
 @dataclass(frozen=True)
 class Timing:
-    """Assumptions that no trace records: machine, engine and load.
+    """Assumptions of a timed replay that no trace records: machine, engine and load.
 
     Attributes:
         machine: speeds of the machine.
         block_bytes: bytes of KV cache in one block of the trace.
-        max_running: largest number of requests in progress (vLLM: ``--max-num-seqs``).
+        max_running: largest number of requests that one engine runs at the same time (vLLM:
+            ``--max-num-seqs``).
         step_tokens: largest number of prompt tokens in a step (vLLM: ``--max-num-batched-tokens``).
-        load: arrival rate of sessions, as a multiple of the recorded rate.
-        at_once: number of requests that clients keep in progress; 0: requests arrive at recorded times.
-        deadline_s: longest time that a request waits for tiers behind RAM.
+        load: rate at which sessions begin, as a multiple of the recorded rate.
+        at_once: number of requests that the clients keep waiting or running in total. 0: requests arrive at
+            recorded times instead.
+        deadline_s: longest time that a request waits for tiers behind RAM, in seconds.
 
-    Raises: `ConfigError` that lists all problems.
+    Raises: `ConfigError` if fields are wrong; the error lists all problems.
     """
 
     machine: Machine

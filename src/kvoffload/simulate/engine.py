@@ -4,13 +4,14 @@ Models the parts of vLLM's scheduler that determine waiting times:
 
 - Requests are served in the order of arrival, but a request whose blocks are being loaded does not delay
   other requests.
-- A step computes prompt tokens of one or more requests, up to a budget, and one token of each generating
-  request.
-- Hits are whole blocks, and the last token of a prompt is always computed. If the trace has no lengths of
-  prompts (`Trace.prompt_tokens`), prompts are assumed to be whole blocks. The last block is then never a hit.
+- A step computes prompt tokens of one or more requests, up to a limit (`Timing.step_tokens`), and one token
+  for each request that generates its answer.
+- Only whole blocks can be hits, and the last token of a prompt is always computed. If the trace does not
+  record the lengths of prompts (`Trace.prompt_tokens`), prompts are assumed to consist of whole blocks, so
+  that a prompt's last block is never a hit.
 
-Not modelled: preemption (the whole room of a request is reserved when it starts), speculation, priorities.
-Knows neither managers (`offload`) nor arrival times (`arrivals`).
+The model has no speculative decoding, no priorities, and no preemption, because all blocks that a request
+will need are reserved when it starts. Knows neither managers (`offload`) nor arrival times (`arrivals`).
 """
 
 from __future__ import annotations
@@ -33,21 +34,22 @@ from kvoffload.simulate.report import LinkReport, TimedTierReport
 from kvoffload.traces.trace import Trace
 
 _ASKS_PER_DEADLINE = 40
-"""Number of lookups within `Timing.deadline_s` by a waiting request, while the engine has no step to run."""
+"""While the engine is idle, a request that waits for a tier looks up this often per `Timing.deadline_s`."""
 _ASKS_WHEN_QUIET = 2
-"""Replaces `_ASKS_PER_DEADLINE` if no event has occurred for `Timing.deadline_s`.
+"""Replaces `_ASKS_PER_DEADLINE` if no event has occurred for `Timing.deadline_s`, to simulate fewer lookups.
 
-Must be at least 1: a manager starts a new wait if more than one deadline passes between two lookups.
+Must be at least 1, because a manager starts a request's deadline anew if more than one deadline passes
+between two of its lookups.
 """
 _NO_TOKENS = 1e-6
-"""An answer is complete when fewer than this number of tokens are missing.
+"""An answer counts as complete if less than this fraction of a token is missing.
 
-The tolerance is needed because times are floating-point numbers.
+The tolerance is needed because times are floating-point numbers, which are rounded.
 """
 
 
 class Arrivals(Protocol):
-    """Source of requests."""
+    """Source of the requests that arrive at an engine."""
 
     def begin(self, events: Events, arrive: Callable[[int], None]) -> None: ...
     def ended(self, request: int) -> None: ...
@@ -59,9 +61,9 @@ class _Request:
     Attributes:
         codes: codes of the prompt's blocks (`Trace.refs`).
         tokens: number of prompt tokens.
-        computed: number of prompt tokens that were loaded or computed.
-        blocks: number of GPU blocks that the request uses.
-        offered: number of leading blocks that were offered to RAM.
+        computed: number of leading prompt tokens whose KV cache was found, loaded or computed.
+        blocks: number of GPU blocks that the request uses so far.
+        offered: number of leading blocks that were already offered to RAM.
     """
 
     __slots__ = ("blocks", "codes", "computed", "ctx", "lease", "number", "offered", "tokens")
@@ -76,9 +78,9 @@ class _Step:
     """A step of the engine.
 
     Attributes:
-        requests: requests with prompt tokens in the step.
+        requests: requests of which the step computes prompt tokens.
         budget: number of prompt tokens that may still be added to the step.
-        work_s: time to compute the prompt tokens in the step, in seconds.
+        work_s: time to compute the step's prompt tokens, in seconds.
     """
 
     def __init__(self, budget: int) -> None:
@@ -90,9 +92,9 @@ class _Generating:
     """Requests that generate answers. All of them generate tokens at the same rate.
 
     Attributes:
-        tokens: number of tokens that each request would have generated since the start of the replay. An
-            answer of `n` tokens is complete when `tokens` has grown by `n`.
-        tokens_per_s: generation rate of each request.
+        tokens: number of tokens that a request would have generated if it had been generating since the start
+            of the replay. An answer of `n` tokens is complete when `tokens` has grown by `n`.
+        tokens_per_s: generation rate of each request, in tokens per second.
     """
 
     def __init__(self, tokens_per_s: float) -> None:
@@ -107,13 +109,13 @@ class _Generating:
         heapq.heappush(self._ends, (self.tokens + num_tokens, request.number, request))
 
     def count_step(self, now: float) -> None:
-        """Count the token that each request has generated in a step. The step ends at the time `now`."""
+        """Count the one token that each request has generated in the step that ends at the time `now`."""
         self.tokens, self._at_s = self.tokens + 1.0, now
 
     def advance(self, now: float) -> float:
-        """Count the tokens generated since the last step, until the time `now`.
+        """Count the tokens that requests have generated between the last step and the time `now`.
 
-        Returns the seconds for which requests have generated tokens.
+        Returns the seconds for which the engine has generated tokens, which is 0 if there are no requests.
         """
         seconds, self._at_s = now - self._at_s, now
         if not self._ends:
@@ -122,14 +124,14 @@ class _Generating:
         return seconds
 
     def take_ended(self) -> Iterator[_Request]:
-        """Remove and yield the requests whose answers are complete."""
+        """Remove the requests whose answers are complete, and yield them."""
         # After months of simulated time, rounding errors of times are larger than `_NO_TOKENS`.
         missing = max(_NO_TOKENS, self.tokens_per_s * math.ulp(self._at_s))
         while self._ends and self._ends[0][0] <= self.tokens + missing:
             yield heapq.heappop(self._ends)[2]
 
     def seconds_to_next_end(self) -> float:
-        """Return the time until the next answer is complete."""
+        """Return the time until the next answer is complete, in seconds."""
         return (self._ends[0][0] - self.tokens) / self.tokens_per_s
 
 
@@ -137,15 +139,16 @@ class Engine:
     """A single run of one engine's requests. Use once: construct, `begin`, run the events, `check_ended`.
 
     Attributes:
-        came_s, began_s, loaded_s, first_token_s: for each request, the time of its arrival, start, end of
-            loading, and first token. Times are in seconds since the run began.
-        device_hits: number of blocks found on the device.
+        came_s, began_s, loaded_s, first_token_s: for each request, the times when it arrived, when it
+            started, when its blocks were loaded, and when its first token was generated. Times are in seconds
+            since the run began.
+        device_hits: number of block references found on the device.
         prefill_s, prefill_tokens, most_waiting: as in `TimedOutcome`.
         busy_s: seconds in which the device was busy.
         ended_s: time at which the last request ended.
-        links, tiers: reports at the time `ended_s`.
+        links, tiers: reports of links and tiers at the time `ended_s`.
 
-    Cost: O(log n) per request and O(1) per step, plus the work of `offload` and `pool`.
+    Cost: O(log n) per request and O(1) per step, plus the cost of `offload` and `pool`.
     """
 
     def __init__(
@@ -173,13 +176,13 @@ class Engine:
         self.links, self.tiers = list[LinkReport](), list[TimedTierReport]()
 
     def begin(self, offload: NoOffload, progress: Callable[[int], None]) -> None:
-        """Schedule the first arrivals. `progress` receives the number of ended requests, about 200 times."""
+        """Schedule the first arrivals. Calls `progress` about 200 times with the number of ended requests."""
         self._offload, self._progress = offload, progress
         self._progress_step = max(1, self._trace.requests // 200)
         self._arrivals.begin(self._events, self._arrive)
 
     def check_ended(self) -> None:
-        """Check, after all events, that every request has ended."""
+        """Assert that every request has ended. Call this after all events were run."""
         assert self.num_ended == self._trace.requests, f"{self.num_ended} of {self._trace.requests} ended"
 
     def wake(self) -> None:
@@ -203,10 +206,10 @@ class Engine:
         self.wake()
 
     def _admit(self, request: _Request, again: deque[_Request]) -> bool:
-        """Start a request if nothing must be loaded; otherwise begin to load its blocks.
+        """Start a request or, if some of its blocks must be loaded first, begin to load them.
 
-        A request that must wait for a tier is appended to `again`. Returns False if the device has no room
-        for the request.
+        If a lookup must wait for a tier, the request is appended to `again`. Returns False if the device has
+        no room for the request.
         """
         if request.lease is not None:
             self._start(request)
@@ -264,7 +267,7 @@ class Engine:
             self.links, self.tiers = self._offload.links(), self._offload.tiers()
 
     def _store(self, request: _Request) -> None:
-        """Offer to RAM the computed blocks that were not offered before."""
+        """Offer a request's computed blocks to RAM, except blocks that were offered before."""
         end = min(len(request.codes), request.computed // self._trace.block_tokens)
         if self._offload.store(request.number, request.ctx, request.offered, end):
             request.offered = end
@@ -308,10 +311,7 @@ class Engine:
         self._queues[1].extendleft(reversed(again))
 
     def _compute(self, request: _Request) -> None:
-        """Add the rest of a request's prompt to the step.
-
-        If the rest exceeds the step's budget, add only a part.
-        """
+        """Add the uncomputed part of a request's prompt to the step, as far as the step's budget allows."""
         step = self._step
         num_tokens = min(step.budget, request.tokens - request.computed)
         if not num_tokens:
@@ -344,17 +344,17 @@ class Engine:
         self.wake()
 
     def _end_answers(self) -> bool:
-        """Finish the requests whose answers are complete. Returns True if a request finished."""
+        """End the requests whose answers are complete. Returns True if there was at least one."""
         num_ended = self.num_ended
         for request in self._generating.take_ended():
             self._end(request)
         return self.num_ended > num_ended
 
     def _sleep(self) -> None:
-        """Schedule the wake-up of an engine without a step to run.
+        """Schedule the time at which an engine that has no step to run wakes up.
 
-        The engine wakes up when the next running answer is complete, or when a waiting request repeats its
-        lookup.
+        The engine wakes up when the next answer is complete, or when it is time for a waiting request to
+        repeat its lookup, whichever comes first.
         """
         now = self._events.now
         until = []
@@ -375,7 +375,7 @@ class Engine:
     # ---- room
 
     def _grow(self, request: _Request, num_blocks: int) -> None:
-        """Increase the number of GPU blocks of a request to `num_blocks`, from its reserved blocks."""
+        """Give a request blocks from its reservation until it uses `num_blocks` GPU blocks."""
         assert request.lease is not None
         if num_blocks > request.blocks:
             self._offload.dropped(self._pool.take(request.lease, num_blocks - request.blocks))
@@ -386,9 +386,9 @@ class Engine:
 
 
 def _prompt_tokens(trace: Trace) -> npt.NDArray[np.int64]:
-    """Return the number of tokens of each prompt, at least 1.
+    """Return the length of each prompt in tokens, at least 1.
 
-    If the trace has no lengths of prompts, this is the number of tokens in the prompt's blocks.
+    If the trace does not record the lengths, a prompt is assumed to fill its blocks.
     """
     tokens = trace.prompt_tokens
     if tokens is None:
@@ -397,7 +397,7 @@ def _prompt_tokens(trace: Trace) -> npt.NDArray[np.int64]:
 
 
 def check_room(trace: Trace, device_blocks: int) -> None:
-    """Raise a `ConfigError` if the longest request does not fit on the device."""
+    """Raise `ConfigError` if the longest request, with its answer, does not fit on the device."""
     # Floating-point numbers, because the sum of two absurd lengths overflows int64.
     tokens = _prompt_tokens(trace) + trace.output_tokens.astype(np.float64)
     needed = int(np.ceil(tokens / trace.block_tokens).max(initial=1))

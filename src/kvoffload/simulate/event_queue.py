@@ -9,10 +9,10 @@ from kvoffload.simulate.report import LinkReport
 
 
 class Events:
-    """Queue of events, ordered by time. Events at the same time keep the order in which they were scheduled.
+    """Queue of events, ordered by time. Events for the same time run in the order of scheduling.
 
     Attributes:
-        now: seconds since the simulation began; the only clock of a timed replay.
+        now: the current time, in seconds since the simulation began. A timed replay has no other clock.
     """
 
     def __init__(self) -> None:
@@ -21,9 +21,9 @@ class Events:
         self._num_scheduled = 0
 
     def at(self, when: float, call: Callable[[], None]) -> None:
-        """Schedule a call at the time `when`.
+        """Schedule `call` for the time `when` or, if this is in the past, for the current time.
 
-        If `when` is in the past, schedule it for now. Cost: O(log n).
+        Cost: O(log n).
         """
         self._num_scheduled += 1
         heapq.heappush(self._heap, (max(when, self.now), self._num_scheduled, call))
@@ -35,12 +35,12 @@ class Events:
 
 
 class Link:
-    """A bus or disk in one direction. Jobs run one after another.
+    """One direction of a bus or disk, which moves bytes. Jobs run one after another.
 
     Args:
-        name: name in the report.
-        bytes_per_s, latency_s: a job ends ``latency_s + bytes / bytes_per_s`` seconds after it begins. It
-            begins when the previous job has ended.
+        name: name of the link in reports.
+        bytes_per_s, latency_s: a job takes ``latency_s + bytes / bytes_per_s`` seconds. It begins when the
+            previous job has ended.
     """
 
     def __init__(self, events: Events, name: str, bytes_per_s: float, latency_s: float) -> None:
@@ -50,7 +50,7 @@ class Link:
         self._jobs = self._bytes_moved = self._bytes_waiting = self._most_bytes_waiting = 0
 
     def submit(self, num_bytes: int, done: Callable[[], None]) -> None:
-        """Queue a job that moves `num_bytes` bytes. `done` is called when the job ends."""
+        """Queue a job that moves `num_bytes` bytes. When the job ends, `done` is called."""
         begins = max(self._events.now, self._free_at)
         takes = self._latency_s + num_bytes / self._bytes_per_s
         self._free_at = begins + takes
@@ -69,7 +69,7 @@ class Link:
 
     @property
     def seconds_waiting(self) -> float:
-        """Seconds until all queued jobs have ended."""
+        """Time until all queued jobs will have ended, in seconds."""
         return max(0.0, self._free_at - self._events.now)
 
     def report(self) -> LinkReport:

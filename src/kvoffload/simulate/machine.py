@@ -1,7 +1,7 @@
 """Speeds of a machine, for timed replays: prefill, decode, copies, disk reads and writes.
 
-Each number has a source: either `kvoffload calibrate` measured it (`calibration`), or `classes` assumes it.
-Knows no traces and no managers.
+Each speed has a source: it was either measured by `kvoffload calibrate` (`calibration`) or assumed
+(`classes`). Knows no traces and no managers.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ FORMAT = "kvoffload machine 1"
 
 
 class Quantity(msgspec.Struct, frozen=True):
-    """A number with its spread and source.
+    """A measured or assumed number, with its spread and source.
 
     Attributes:
         value: median of the measurements, or the assumed value.
-        p10, p90: percentiles of the measurements; equal to `value` if assumed.
+        p10, p90: the 10th and 90th percentile of the measurements. If the number is assumed, both equal
+            `value`.
         source: ``measured: ...``, or ``assumed: ...`` with the reason.
     """
 
@@ -45,18 +46,21 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         name: name of a class or of the measured host.
-        model: model of the prefill and decode speeds.
-        prefill_s_per_token, prefill_s_per_token_squared, step_s: see above.
-        decode_tokens_per_s: generation speed of each request, while other requests also generate.
+        model: the LLM to which the prefill and decode speeds apply.
+        prefill_s_per_token, prefill_s_per_token_squared, step_s: see above; in seconds.
+        decode_tokens_per_s: speed at which each request generates tokens, for any number of requests at the
+            same time.
         load_bytes_per_s: speed of copies from RAM to the device.
         store_bytes_per_s: speed of copies from the device to RAM.
-        copy_latency_s: fixed time of each copy, in addition to the time for its bytes.
+        copy_latency_s: time that each copy takes in addition to the time for its bytes.
         disk_read_bytes_per_s, disk_write_bytes_per_s: speeds of the disk behind RAM.
-        disk_read_latency_s, disk_write_latency_s: fixed times of a read and a write of this disk.
+        disk_read_latency_s, disk_write_latency_s: time that a read and a write of this disk takes in addition
+            to the time for its bytes.
         memory_copy_bytes_per_s: speed of copies within RAM, which is an upper bound for the speed of copies
             to a device. Replays do not use this value.
-        made, facts: date of the measurement (ISO 8601) and facts about the machine, for readers.
-        format: identifies the file format.
+        made, facts: date of the measurement (ISO 8601), and facts about the machine. Both are only for human
+            readers.
+        format: name and version of the file format.
     """
 
     name: str
@@ -78,21 +82,25 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     format: str = FORMAT
 
     def value(self, name: str) -> float:
-        """Return the value of the quantity `name`. Raises `ConfigError` if the value is unknown."""
+        """Return the value of the quantity `name`. Raises `ConfigError` if this machine lacks it."""
         quantity: Quantity | None = getattr(self, name)
         if quantity is None:
             raise ConfigError("machine", self.name, f"it has no {name}: {_HOW_TO_KNOW[name]}")
         return quantity.value
 
     def prefill_s(self, start: int, end: int) -> float:
-        """Compute the prefill time of prompt tokens `start` to `end`, without `step_s`."""
+        """Compute the time to prefill the prompt tokens from `start` up to, but not including, `end`.
+
+        `step_s` is not included.
+        """
         linear, squared = self.value("prefill_s_per_token"), self.value("prefill_s_per_token_squared")
         return linear * (end - start) + squared * (end * end - start * start)
 
     def break_even_tokens(self, bytes_per_token: float, *, from_disk: bool = False) -> float:
-        """Return the number of prompt tokens that an idle machine loads as fast as it computes them.
+        """Return the prompt length, in tokens, at which loading the KV cache takes as long as computing it.
 
-        The result is infinity if loading is always slower.
+        Longer prompts are loaded faster. The machine is assumed to be idle. The blocks are loaded from RAM
+        or, with `from_disk`, from disk. If loading is slower at every length, the result is infinity.
         """
         fixed = self.value("copy_latency_s")
         per_token = bytes_per_token / self.value("load_bytes_per_s")
@@ -107,19 +115,19 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return (math.sqrt(gain * gain + 4.0 * squared * fixed) - gain) / (2.0 * squared)
 
     def filled_from(self, other: Machine) -> Machine:
-        """Return a copy in which each unknown quantity has the value that it has in `other`."""
+        """Return a copy of this machine in which unknown quantities are taken from `other`."""
         missing = {name: getattr(other, name) for name in _HOW_TO_KNOW if getattr(self, name) is None}
         if not missing:
             return self
         return msgspec.structs.replace(self, **missing, model=self.model or other.model)
 
     def check(self, *, has_ram: bool, has_disk: bool) -> None:
-        """Raise a `ConfigError` for the first quantity that a replay needs and this machine lacks."""
+        """Raise `ConfigError` if this machine lacks a quantity that a timed replay needs."""
         for name in (*_ENGINE, *(_LINK if has_ram else ()), *(_DISK if has_disk else ())):
             self.value(name)
 
     def to_json(self) -> bytes:
-        """Encode as indented JSON, for `read_machine`."""
+        """Encode the machine as indented JSON, which `read_machine` can read."""
         return as_json(msgspec.structs.replace(self, format=FORMAT))
 
 
@@ -136,14 +144,14 @@ _HOW_TO_KNOW = {
     **dict.fromkeys(_DISK, "calibrate with --disk, or take it from a class: calibrate --rest-from CLASS"),
     "memory_copy_bytes_per_s": "calibrate",
 }
-"""For each quantity: instructions to measure it, for error messages."""
+"""For each quantity, an instruction for users how to obtain it, for error messages."""
 
 QUANTITIES = tuple(_HOW_TO_KNOW)
-"""Names of all quantities of a machine."""
+"""Names of the attributes of `Machine` that are quantities."""
 
 
 def read_machine(path: Path) -> Machine:
-    """Read a machine from a file of `kvoffload calibrate`. Raises `ConfigError`."""
+    """Read a machine from a file that `kvoffload calibrate` wrote. Raises `ConfigError` if that fails."""
     try:
         machine = msgspec.json.decode(path.read_bytes(), type=Machine)
     except OSError as error:

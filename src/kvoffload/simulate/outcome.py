@@ -1,4 +1,4 @@
-"""Outcome of a timed replay: sums over all engines, and times of the requests of all engines."""
+"""Combines the results of all engines of a timed replay into one outcome."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvoffload.simulate.report import (
 from kvoffload.traces.trace import Trace
 
 _OF_ENGINES = 2
-"""Number of links per engine even with shared RAM: ``load``, ``store``. They come first in reports."""
+"""Number of links that each engine has even with shared RAM: ``load`` and ``store``, first in its report."""
 
 
 def outcome_of(
@@ -28,8 +28,9 @@ def outcome_of(
 ) -> TimedOutcome:
     """Combine the results of all engines of a run.
 
-    Each engine has created its reports of links and tiers when its last request ended. If engines share RAM,
-    the reports of this RAM and of the tiers behind it are taken from the engine that ended last.
+    Each engine created its reports of links and tiers when its last request ended. If engines share RAM, each
+    report covers the whole RAM and the tiers behind it; therefore these reports are taken only from the
+    engine that ended last.
     """
     last = max(range(len(engines)), key=lambda number: engines[number].ended_s)
     seconds = engines[last].ended_s
@@ -63,7 +64,7 @@ def outcome_of(
 
 
 def _links(engines: Sequence[Engine], last: Engine, shared_ram: bool) -> list[LinkReport]:
-    """Combine the reports of links with the same name (`combined_links`)."""
+    """Combine all engines' reports of links with the same name into one (`combined_links`)."""
     if len(engines) == 1:
         return last.links
     links, num_own = [], min(_OF_ENGINES, len(last.links)) if shared_ram else len(last.links)
@@ -76,7 +77,7 @@ def _links(engines: Sequence[Engine], last: Engine, shared_ram: bool) -> list[Li
 
 
 def _tiers(engines: Sequence[Engine], last: Engine, loaded: int, shared_ram: bool) -> list[TimedTierReport]:
-    """Combine the tier reports of all engines, RAM first. Reports of shared tiers come from engine `last`."""
+    """Combine the tier reports of all engines, RAM first. Reports of shared tiers are those of `last`."""
     if len(engines) == 1 or not last.tiers:
         return last.tiers
     of_ram = [engine.tiers[0] for engine in engines if engine.tiers]

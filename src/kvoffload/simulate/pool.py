@@ -1,7 +1,7 @@
 """KV blocks of a device, managed as in vLLM's block pool.
 
-A request holds its blocks until it ends. Free blocks with contents can still be found. They are evicted in
-the order in which they became free. The blocks of one request become free from the tail to the head. Knows no
+A request holds its blocks until it ends. Then they become free, the last block first, but requests can still
+find their contents. Free blocks are evicted in the order in which they became free. This module knows no
 bytes and no time.
 """
 
@@ -16,12 +16,12 @@ class Lease:
     """Blocks that one request holds.
 
     Attributes:
-        known: codes of the computed blocks, in prefix order.
-        copies: codes of the second copies in `known`. A computed block is a second copy if another block
-            already had the same contents.
-        num_blank: number of held blocks that `DevicePool.find` does not find: blocks not computed yet, blocks
-            of the answer, and second copies.
-        num_reserved: number of blocks reserved for later.
+        known: codes of the blocks whose contents were found, loaded or computed, in prefix order.
+        copies: codes of those blocks in `known` that are second copies: when the block was computed, another
+            block already had the same contents.
+        num_blank: number of held blocks that `DevicePool.find` does not find. These are blocks that are not
+            computed yet, blocks of the answer, and second copies.
+        num_reserved: number of blocks that are reserved for the request but not used yet.
     """
 
     __slots__ = ("copies", "known", "num_blank", "num_reserved")
@@ -33,10 +33,10 @@ class Lease:
 
 
 class DevicePool:
-    """Pool of `num_blocks` blocks. A block is blank, or free with known contents, or held.
+    """Pool of `num_blocks` blocks. A block is held by requests, free with known contents, or blank (without).
 
-    Differs from vLLM's pool: blocks for the whole request are reserved when it starts, so no request is
-    preempted.
+    Unlike in vLLM's pool, all blocks that a request will need are reserved when it starts, so that no request
+    is preempted.
 
     Attributes:
         version: increases whenever the order of free blocks changes.
@@ -51,12 +51,12 @@ class DevicePool:
         self.version = 0
 
     def find(self, codes: Sequence[int]) -> int:
-        """Return the number of leading blocks of `codes` that can be found."""
+        """Return how many leading blocks of `codes` have their contents on the device."""
         holders = self._holders
         return next((length for length, code in enumerate(codes) if code not in holders), len(codes))
 
     def lease(self, codes: Sequence[int], num_more: int) -> Lease | None:
-        """Hold these known blocks and reserve `num_more` further blocks. Returns None if there is no room."""
+        """Hold the known blocks `codes` and reserve `num_more` further blocks; None if there is no room."""
         free = self._free
         num_free = sum(code in free for code in codes)
         if self._num_blank + len(free) - num_free - self._num_reserved < num_more:
@@ -68,9 +68,9 @@ class DevicePool:
         return lease
 
     def take(self, lease: Lease, num_blocks: int) -> list[int]:
-        """Convert `num_blocks` reserved blocks to blank blocks.
+        """Turn `num_blocks` reserved blocks of a lease into blank blocks that the lease holds.
 
-        Returns the codes of the evicted blocks, coldest first.
+        If the pool has too few blank blocks, free blocks are evicted. Returns their codes, coldest first.
         """
         assert num_blocks <= lease.num_reserved
         lease.num_reserved -= num_blocks
@@ -85,10 +85,10 @@ class DevicePool:
         return dropped
 
     def know(self, lease: Lease, codes: Iterable[int]) -> None:
-        """Assign the contents `codes` to blank blocks of a lease, so that the blocks can be found.
+        """Record that blank blocks of a lease now have the contents `codes`, so that `find` can find them.
 
-        If another block already has the same contents, the new block is a second copy. The second copy cannot
-        be found while the first copy exists.
+        If another block already has the same contents, the new block is a second copy, which cannot be found
+        as long as the first copy exists.
         """
         for code in codes:
             lease.known.append(code)
@@ -99,10 +99,11 @@ class DevicePool:
                 self._holders[code] = 1
 
     def release(self, lease: Lease) -> None:
-        """Free the blocks of an ended request.
+        """Free the blocks of an ended request, the last block first.
 
-        If no other request holds a block's contents, the block will be evicted last. A second copy
-        becomes blank, unless the first copy was evicted meanwhile: then `find` finds the second copy.
+        Blocks that no other request holds become free, and will be evicted after all blocks that are already
+        free. A second copy becomes blank. But if the first copy was evicted meanwhile, the second copy takes
+        its place, so that `find` finds it.
         """
         holders, free = self._holders, self._free
         for code in reversed(lease.known):
@@ -124,7 +125,7 @@ class DevicePool:
 
     @property
     def num_available(self) -> int:
-        """Number of blocks without a holder."""
+        """Number of blocks that no request holds: free blocks and blank blocks."""
         return self._num_blank + len(self._free)
 
     def _hold(self, code: int, lease: Lease) -> None:

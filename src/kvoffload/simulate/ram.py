@@ -1,6 +1,7 @@
 """RAM of a timed replay: the real manager, and the tiers behind RAM with their disks.
 
-Serves one engine, or several engines that share it. Owns the links of the disks. Knows no engine.
+One RAM serves one engine, or several engines that share the RAM. Owns the links that stand for the disks.
+Does not know how engines work.
 """
 
 from __future__ import annotations
@@ -24,19 +25,20 @@ from kvoffload.tiers.write_budget import WriteBudget, budget_of_recording
 from kvoffload.traces.trace import Trace
 
 _LONGEST_BACKLOG_S = 30.0
-"""A tier does not keep up if its queued writes would take longer than this at the end of a run."""
+"""If a tier's queued writes at the end of a run would take longer than this, the tier does not keep up."""
 
 
 class Ram:
     """The RAM of one engine, or the RAM pool of several engines (`ReplayConfig.shared_ram`).
 
-    Each engine of a pool has its own manager and its own tiers behind RAM. The engines share the last tier
-    and its disk if this tier is simulated for all engines (`may_be_shared`).
+    Each engine of a pool has its own manager and its own tiers behind RAM, but all of them share the last
+    tier and its disk if one simulated tier stands for it (`may_be_shared`).
 
     Args:
         trace: the requests of all engines that use this RAM.
         whole: the requests of all engines that use the tiers behind this RAM. None: the same as `trace`.
-        beside: RAM of another engine; this RAM then uses the same tiers. None: this RAM has its own tiers.
+        beside: RAM of another engine, if this RAM is to share the blocks of its tiers. None: the tiers have
+            blocks of their own.
 
     Attributes:
         manager: the manager of the first engine.
@@ -100,7 +102,7 @@ class Ram:
         return manager
 
     def _open(self, name: str, options: TierOptions, first: TimedTier | None) -> TimedTier:
-        """Open a tier on one simulated disk, on several striped disks, or on the disk of the tier `first`."""
+        """Open a simulated tier. If `first` is given, it is on the disk of `first`, otherwise on its own."""
         if not isinstance(options, SizedTierOptions):
             raise ConfigError(
                 "tiers", str(options), "this tier cannot be simulated; allowed: disk:..., simulated:..."
@@ -130,7 +132,7 @@ class Ram:
         return Link(self._events, f"{name} {direction}", num_disks * rate, latency_s)
 
     def _write_budget(self, options: TierOptions) -> WriteBudget | None:
-        """Create the write budget of a tier. It counts blocks, and its clock is simulated time."""
+        """Create a tier's write budget, in blocks and in simulated time; None if writes have no limit."""
         max_bytes = getattr(options, "max_write_bytes_per_day", None)
         max_blocks = getattr(options, "max_write_blocks_per_day", None)
         if max_bytes is not None:
@@ -143,15 +145,17 @@ class Ram:
         """Add an engine; returns its number.
 
         Args:
-            wake: called when a job ends for which a request may be waiting.
+            wake: function that wakes the engine; called when a job ends for which one of its requests may be
+                waiting.
         """
         self._wakes.append(wake)
         return len(self._wakes) - 1
 
     def manager_of(self, engine: int) -> AnyManager:
-        """Return the manager that engine `engine` calls next.
+        """Return the manager for the next call of this engine.
 
-        If engines share RAM, this also installs the engine's admission rule and queue.
+        If engines share RAM, the call also makes the manager of RAM use this engine's admission rule and
+        queue.
         """
         if self._parts is None:
             return self.manager
@@ -159,12 +163,12 @@ class Ram:
         return self._members[engine] if self._members else self.manager
 
     def wake(self) -> None:
-        """Wake all engines."""
+        """Wake all engines that use this RAM."""
         for wake in self._wakes:
             wake()
 
     def poll(self) -> None:
-        """Handle the jobs that tiers have ended."""
+        """Let the managers process the tiers' jobs that have ended."""
         for engine, member in enumerate(self._members):
             if self._parts is not None:
                 self._parts.switch_to(engine)
@@ -172,12 +176,15 @@ class Ram:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The counters ``not_worth``, ``no_room`` and ``gave_up`` of `TimedOutcome`; empty without tiers."""
+        """Counters ``not_worth``, ``no_room`` and ``gave_up`` of `TimedOutcome`; empty with RAM alone."""
         names = ("not_worth", "no_room", "gave_up") if self._members else ()
         return {name: sum(getattr(member.counts, name) for member in self._members) for name in names}
 
     def links(self) -> list[LinkReport]:
-        """Return the reports of the disks' links: each tier's reads and writes, combined over all engines."""
+        """Return two reports for each tier behind RAM: the link of its reads, and the link of its writes.
+
+        A report combines the links of all engines that use this RAM.
+        """
         return [
             combined_links([link.report() for link in direction])
             for tiers in self._levels()
@@ -188,8 +195,9 @@ class Ram:
         """Return a report of each tier, RAM first. Counters cover all engines that use this RAM.
 
         Args:
-            num_loaded: number of hits in RAM; ignored if there are tiers behind RAM.
-            stores: link from the device to RAM.
+            num_loaded: number of hits in RAM. It is ignored if there are tiers behind RAM, because managers
+                with tiers count their hits.
+            stores: the link from the device to RAM.
         """
         stats, hits = self.manager.stats(), [num_loaded]
         rows = [("ram", stats.stored, stats.evicted, stats.dropped, [stores])]
@@ -215,9 +223,9 @@ class Ram:
         ]
 
     def _levels(self) -> list[list[TimedTier]]:
-        """Return, for each level behind RAM, the tiers of all engines of this RAM.
+        """Return, for each tier behind RAM, the list of its instances in the engines that use this RAM.
 
-        A shared tier is listed once.
+        If the engines share the tier, the list has only one instance.
         """
         levels = [list(of_level) for of_level in zip(*self._tiers, strict=True)]
         if levels and self._config.shares_last_tier:

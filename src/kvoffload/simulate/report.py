@@ -13,17 +13,19 @@ from kvoffload.simulate.machine import Machine
 from kvoffload.text import Report
 
 _OVERLOADED = 3.0
-"""A run counts as overloaded if the mean waiting time exceeds this multiple of the mean service time."""
+"""A run is overloaded if requests wait, on average, this many times longer than their service takes."""
 
 
 OVERLOADED = "Requests arrive faster than the GPUs compute: waits depend on the length of the recording."
-"""Sentence about an overloaded run (`TimedOutcome.is_overloaded`)."""
+"""Sentence that warns about an overloaded run (`TimedOutcome.is_overloaded`)."""
 
 
 def break_even_sentence(place: str, tokens: float | None) -> str:
-    """Describe the shortest prompt that is loaded faster than it is computed.
+    """Describe from which prompt length on loading from `place` is faster than computing.
 
-    `tokens`: length of this prompt; None if there is no such prompt.
+    Args:
+        place: name of the tier, such as RAM.
+        tokens: this prompt length in tokens; None if loading is never faster.
     """
     if tokens is None:
         return f"Loading from {place} never beats computing on this machine."
@@ -33,7 +35,7 @@ def break_even_sentence(place: str, tokens: float | None) -> str:
 
 
 class Distribution(msgspec.Struct, frozen=True):
-    """Mean and percentiles of a time over all requests, in seconds; 0 without requests."""
+    """Mean and percentiles of a time that was measured for each request, in seconds; 0 without requests."""
 
     mean: float
     p50: float
@@ -42,7 +44,7 @@ class Distribution(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, seconds: npt.NDArray[np.float64]) -> Distribution:
-        """Summarise times; each percentile is an observed value."""
+        """Compute mean and percentiles. Percentiles are observed values, not interpolated."""
         if len(seconds) == 0:
             return cls(0.0, 0.0, 0.0, 0.0)
         p50, p90, p99 = np.percentile(seconds, (50, 90, 99), method="inverted_cdf").tolist()
@@ -54,12 +56,13 @@ class LinkReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: ``load`` (RAM to device), ``store`` (device to RAM), ``TIER read``, ``TIER write``.
-        jobs, bytes_moved: number of jobs, and of bytes that they moved.
-        busy_s: time in which the link was in use.
-        busy_share: share of the run in which the link was in use.
-        waited_s: sum of the waiting times of all jobs.
-        most_bytes_waiting: largest number of bytes in the queue, including the running job.
-        bytes_left: bytes in the queue when the last request ended.
+        jobs, bytes_moved: number of jobs, and number of bytes that they moved.
+        busy_s: time for which the link was in use, in seconds.
+        busy_share: share of the run's duration for which the link was in use.
+        waited_s: sum of the times that jobs waited in the queue, in seconds.
+        most_bytes_waiting: largest number of bytes that were in the queue at one time, including the running
+            job.
+        bytes_left: bytes that were still in the queue when the last request ended.
     """
 
     name: str
@@ -75,7 +78,7 @@ class LinkReport(msgspec.Struct, frozen=True, kw_only=True):
 def combined_links(links: Sequence[LinkReport]) -> LinkReport:
     """Combine the reports of several links with the same name.
 
-    `busy_share` is the mean of all links, `most_bytes_waiting` the maximum. Other counters are sums.
+    `busy_share` is the mean over the links, `most_bytes_waiting` is the maximum, and other counters are sums.
     """
     return LinkReport(
         name=links[0].name,
@@ -93,10 +96,11 @@ class TimedTierReport(msgspec.Struct, frozen=True, kw_only=True):
         hit_blocks: blocks that requests loaded from this tier.
         written, evicted: blocks written to the tier, and blocks evicted from it. Blocks written to RAM
             include promotions.
-        not_offered: for RAM, blocks that were offered while all slots were in use. For tiers behind RAM,
-            blocks that RAM evicted before a tier accepted them. All these tiers report the same sum.
-        keeps_up: True if two conditions hold: at most 30 s of writes were queued when the last request ended,
-            and `not_offered` is 0. The second condition does not apply to RAM.
+        not_offered: for RAM, blocks that were not stored because all slots were in use. For a tier behind
+            RAM, blocks that RAM evicted before they could be offered to the tiers; all tiers behind RAM
+            report the same sum.
+        keeps_up: True if the tier writes fast enough: at most 30 s of writes were queued when the last
+            request ended, and, for a tier behind RAM, `not_offered` is 0.
     """
 
     name: str
@@ -114,19 +118,21 @@ class TimedOutcome(msgspec.Struct, frozen=True, kw_only=True):
         requests: number of requests. All of them are served, even if they wait long.
         seconds: time from the first arrival to the end of the last request.
         device_hit_blocks: number of block references found on the device.
-        offload_hit_blocks: number of loaded block references.
+        offload_hit_blocks: number of block references loaded from RAM, including blocks promoted from tiers
+            behind it.
         hit_ratio: ``device_hit_blocks + offload_hit_blocks``, divided by the number of block references.
-        prefill_s: total duration of the steps that computed prompts.
-        prefill_tokens: number of computed prompt tokens.
-        device_busy_share: share of the run in which the device was busy.
-        ttft_s: time from the arrival of a request to its first token.
-        waiting_s: part of `ttft_s`: time until the request is scheduled.
-        loading_s: part of `ttft_s`: time to load blocks.
-        most_waiting: largest number of requests in the queue of one engine.
-        not_worth: blocks that were in tiers but not read, because computing them was expected to be faster.
-        no_room: blocks that were in tiers but not read, because RAM had no room.
-        gave_up: requests that stopped waiting for a tier.
-        lost: blocks that the device dropped before a victim tier could store them.
+        prefill_s: total duration of the steps that computed prompt tokens, in seconds.
+        prefill_tokens: number of prompt tokens that were computed.
+        device_busy_share: share of the run's duration for which the device was busy.
+        ttft_s: time from a request's arrival to its first token.
+        waiting_s: the part of `ttft_s` before the request was scheduled.
+        loading_s: the part of `ttft_s` in which the request's blocks were loaded.
+        most_waiting: largest number of requests that waited in the queue of one engine at the same time.
+        not_worth: number of blocks in tiers behind RAM that were not read, because computing them was
+            expected to be faster.
+        no_room: number of blocks in tiers behind RAM that were not read, because RAM had no room for them.
+        gave_up: number of requests that reached the deadline while they waited for a tier.
+        lost: number of blocks that the device dropped before a victim tier could store them.
         links: reports of the links; empty without offloading.
         tiers: reports of the tiers, RAM first; empty without offloading.
     """
@@ -151,7 +157,7 @@ class TimedOutcome(msgspec.Struct, frozen=True, kw_only=True):
     tiers: list[TimedTierReport] = []
 
     def misses(self) -> list[str]:
-        """Describe each reason for lost hits, with the number of blocks or requests that it concerns."""
+        """Return a sentence for each reason why hits were lost, with the number of blocks or requests."""
         counts = (
             (self.not_worth, "blocks in tiers were not read, because computing them was faster"),
             (self.no_room, "blocks in tiers found no room in RAM"),
@@ -162,32 +168,33 @@ class TimedOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_overloaded(self) -> bool:
-        """True if requests arrived faster than they were served.
+        """True if requests arrived much faster than they could be served.
 
-        Waiting times then depend on the length of the trace.
+        In an overloaded run the queue grows to the end, so waiting times depend on the length of the trace.
         """
         return self.waiting_s.mean > _OVERLOADED * (self.ttft_s.mean - self.waiting_s.mean)
 
 
 class TimedReport(Report, frozen=True, kw_only=True):
-    """Comparison of a trace with and without offloading; the fields are the keys of its JSON object.
+    """Comparison of two runs of a trace, with and without offloading. Fields are keys of its JSON object.
 
     Attributes:
-        trace, policy, admission, store, capacity_blocks, device_blocks: trace and configuration.
-        block_bytes, block_tokens: size of a block.
-        machine: speeds, each with its source.
+        trace, policy, admission, store, capacity_blocks, device_blocks: name of the trace, and the
+            configuration as in `ReplayConfig`.
+        block_bytes, block_tokens: size of a block in bytes and in tokens.
+        machine: the assumed or measured speeds, each with its source.
         load, at_once, max_running, step_tokens: as in `Timing`.
         with_offload, without: results of the run with offloading, and of the run without.
         gpu_seconds_saved: `prefill_s` without offloading minus `prefill_s` with offloading.
-        speed_up: duration without offloading, divided by the duration with offloading. With `at_once` this is
-            the ratio of throughputs.
-        ttft_p50_ratio, ttft_p90_ratio: percentile of the time to first token without offloading, divided by
-            the percentile with offloading.
-        break_even_tokens: shortest prompt that an idle machine loads from RAM faster than it computes; null
-            if there is no such prompt.
-        instances, routing, shared_ram: as in `ReplayReport`. Sizes and `max_running` are per engine. Totals
-            are sums over all engines, and shares of time are means over all engines.
-        share_outside_blocks: share of the prompt tokens that are in no whole block; null if it is unknown.
+        speed_up: duration of the run without offloading, divided by the duration with offloading. With
+            `at_once` this is also the ratio of the throughputs.
+        ttft_p50_ratio, ttft_p90_ratio: the 50th and 90th percentile of the time to first token, each without
+            offloading, divided by the same percentile with offloading.
+        break_even_tokens: prompt length, in tokens, from which on an idle machine loads the KV cache from RAM
+            faster than it computes it; null if loading is never faster.
+        instances, routing, shared_ram: as in `ReplayReport`. Sizes and `max_running` are those of one engine.
+            Totals are sums over all engines, and shares of time are means over all engines.
+        share_outside_blocks: share of the prompt tokens that are in no full block; null if it is unknown.
         version: version of kvoffload.
     """
 

@@ -1,6 +1,6 @@
-"""Timed replay: a trace through the real manager, in simulated time.
+"""Timed replay: runs a trace through simulated engines and the real manager, in simulated time.
 
-`replay_in_time` compares two runs, with offloading and without.
+`replay_in_time` compares a run with offloading to a run without.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvoffload.traces.trace import Trace
 
 NO_TIERS_TO_SHARE = "tiers behind separate RAM need a single engine: leave out tiers, or set shared-ram"
 Progress = Callable[[int], None]
-"""Receives the number of ended requests, about 200 times per run."""
+"""Function that is called about 200 times per run, with the number of requests that have ended."""
 
 
 def run_in_time(
@@ -43,13 +43,14 @@ def run_in_time(
 ) -> TimedOutcome:
     """Run a trace once. If `config` is None, the run has no offloading.
 
-    If `config` has several engines with separate RAM, they share the tiers behind RAM. The speed of the
-    machine's disk is then the speed of each engine's connection to these tiers.
+    If `config` has several engines with separate RAM, they share the tier behind RAM. Then the disk speed of
+    `timing.machine` is the speed of each engine's connection to this tier.
 
     Args:
-        instances, routing: number of engines and their routing, if `config` is None.
+        instances, routing: number of engines, and the rule that assigns requests to them (`replay.routing`).
+            They are ignored unless `config` is None.
 
-    Deterministic. Cost and errors as for `replay_in_time`.
+    Deterministic. Cost and errors are the same as for `replay_in_time`.
     """
     _check(trace, timing, device_blocks, config)
     if config is not None:
@@ -93,15 +94,16 @@ def replay_in_time(
     progress: Progress = lambda requests: None,
     without: TimedOutcome | None = None,
 ) -> TimedReport:
-    """Run a trace with offloading and without, and compare both.
+    """Run a trace with offloading and without, and compare the two runs.
 
     Args:
-        progress: receives the number of ended requests, of both runs together.
-        without: outcome of the run without offloading, if it is already known. None: this function runs it.
+        progress: called with the number of ended requests of both runs together.
+        without: outcome of the run without offloading, if the caller already has it. None: this function also
+            runs it.
 
-    Deterministic: reads no clock of this machine. Cost: O(log n) per request and O(1) per step, plus the work
-    of manager and pool. Raises: `ConfigError` if the machine lacks a required number, a tier cannot be
-    simulated, or the longest request does not fit on the device.
+    Deterministic, because no real clock is read. Cost: O(log n) per request and O(1) per step, plus the cost
+    of manager and pool. Raises: `ConfigError` if the machine lacks a required quantity, if a tier cannot be
+    simulated, if the longest request does not fit on the device, or if options exclude each other.
     """
     device_blocks, offset = config.device_blocks, 0
     _check(trace, timing, device_blocks, config)
