@@ -1,6 +1,7 @@
-"""Store mode ``on-compute``, the base class of the store mode ``on-device-eviction``.
+"""Store mode ``on-compute``, and the base class of the store mode ``on-device-eviction``.
 
-A store mode calls policies and admission rules that are written in Python. Kernels call compiled policies.
+A policy or admission rule that is written in Python is called here. A compiled policy is called by kernels:
+this module only passes the addresses of its functions to them.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ class OnCompute:
         self.bind()
 
     def bind(self) -> None:
-        """Write the addresses of a compiled policy to `Cache`.
+        """Write the addresses of a compiled policy's functions and state to `Cache`, for the kernels.
 
-        Call again if the policy's state is replaced.
+        Call `bind` again after the policy has replaced its state.
         """
         policy, cache = self.policy, self.cache
         if not isinstance(policy, CompiledPolicy):
@@ -102,8 +103,10 @@ class OnCompute:
     def finished(self, ctx: RequestContext, num_used: int) -> None:
         """Report the end of a request to the policy.
 
-        `num_used` is the result of `uses.finish`. If it is 0, the kernel has already called a compiled
-        `finished`.
+        Args:
+            num_used: result of ``uses.finish(..., False)``, which the caller has called before. If it is 0,
+                that kernel has already called the policy's compiled function `finished`. Otherwise this
+                method does.
         """
         if num_used:
             uses.finish(self.cache.memory, ctx.memory, True)
@@ -121,8 +124,9 @@ class OnCompute:
             ctx: the request.
             new: the offer. The method fills in the slots and victims.
             kept: receives the offered blocks that are already in RAM, if the tier is a victim tier.
-            enters: argument `admitted` of `stores.prepare_store`. If it is 0, the policy may refuse blocks.
-            admitted: True to skip the admission rule.
+            enters: 0 if the policy may refuse blocks; otherwise the policy must accept all of them. Passed to
+                `stores.prepare_store` as the argument `admitted`.
+            admitted: True to store the blocks without asking the admission rule.
 
         Raises: `PolicyError` if the policy breaks its contract.
         """
@@ -149,14 +153,14 @@ class OnCompute:
         return stored
 
     def admit(self, rule: Admission, fresh: U64Matrix, rows: SlotArray) -> int:
-        """Move the blocks that the rule admits to the front of `fresh` and `rows`; return their number."""
+        """Move the blocks that the admission rule accepts to the front of `fresh` and `rows`; count them."""
         return rule.leading(Keys(fresh, self.policy.index.key_bytes))
 
     def choose(self, new: Entering, ctx: RequestContext) -> None:
         """Call the `replace` method of a policy written in Python to choose victims.
 
-        The policy writes the victims to ``new.slots``, from index ``num_given`` on. A kernel checks them
-        later.
+        The policy writes the slots of its victims to ``new.slots``, from index ``num_given`` on. A kernel
+        checks these slots later.
 
         Raises: `PolicyError` if the policy has changed free slots, or has refused blocks that it must accept.
         """
@@ -175,7 +179,9 @@ class OnCompute:
             )
 
     def keep(self, kept: Entering, ctx: RequestContext) -> None:
-        """Called for resident blocks that the device dropped. `OnDeviceEviction` tells the policy."""
+        """Do nothing. `OnDeviceEviction` overrides this method to return blocks to the policy's order: the
+        blocks that the device has dropped and that are already in RAM (`kept`).
+        """
 
     def wrong_victim(self, plan: bytearray, row: int) -> PolicyError:
         """Create the error for the invalid victim in row `row` of a plan."""
@@ -189,7 +195,7 @@ class OnCompute:
     # ---- forgetting
 
     def removed(self, slots: SlotArray) -> None:
-        """Call the policy's `remove` for blocks that left without being chosen as victims."""
+        """Report to the policy that blocks which it did not choose as victims have left the cache."""
         self.policy.remove(slots)
 
     def reset(self) -> None:

@@ -1,8 +1,8 @@
-"""Store mode of a victim tier, which stores the blocks that the device drops.
+"""Store mode ``on-device-eviction``: RAM is a victim tier, which stores the blocks that the device drops.
 
 The policy orders only the blocks that the device does not hold. When the device loads a block, the block
-leaves the policy's order. When the device drops the block, the policy gets it back with a flag: True if
-requests used the block again while the device held it (`returning`).
+leaves the policy's order. When the device drops the block, the block returns to the policy's order, with a
+flag that is True if requests used the block again while the device held it (`returning`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class OnDeviceEviction(OnCompute):
     follows_device = True
 
     def used(self, slots: SlotArray, reused: BoolArray) -> None:
-        """Remove blocks that have just become duplicates from the order of a policy in Python."""
+        """Remove used blocks from the order of a policy in Python, because they have become duplicates."""
         self.policy.remove(slots)
 
     def admit(self, rule: Admission, fresh: U64Matrix, rows: SlotArray) -> int:

@@ -28,7 +28,7 @@ engine offers blocks when the device drops them."""
 
 
 class LookupResult(Enum):
-    """The state of one block, with the same names as in vLLM."""
+    """The state of one block. The members have the same names as in vLLM."""
 
     MISS = auto()
     """The block is absent: compute it."""
@@ -41,7 +41,10 @@ class LookupResult(Enum):
 
 
 class PrefixLookup(NamedTuple):
-    """The number of leading ready blocks, and the state of the next block; `HIT` if all blocks are ready."""
+    """The number of ready blocks before the first block that is not ready, and the state of that block.
+
+    If all blocks are ready, the state is `HIT`.
+    """
 
     num_ready: int
     stopped_by: LookupResult
@@ -51,8 +54,9 @@ ALL_READY, THEN_MISS = (
     tuple(PrefixLookup(count, result) for count in range(65))
     for result in (LookupResult.HIT, LookupResult.MISS)
 )
-"""Results of `lookup` by the number of ready blocks, up to 64: without a miss, and before a miss. Created in
-advance, because the creation of a result takes as long as a lookup."""
+"""Prepared results of `lookup`; the index is the number of ready blocks, 0 to 64. Use `ALL_READY` if all
+blocks are ready, and `THEN_MISS` if the next block is absent. Created in advance, because creating a
+result takes as long as a lookup."""
 
 
 class _Plan:
@@ -69,20 +73,23 @@ class _Plan:
 
 
 def complete(plan: LoadPlan | StorePlan, call: str) -> None:
-    """Mark a plan as completed. If it is completed already, raise `MisuseError` that names `call`."""
+    """Mark a plan as completed. Raises `MisuseError` if it is completed already; the message names `call`."""
     if plan.completed:
         raise misuse(plan, call, "is completed")
     plan.completed = True
 
 
 def _rows_of_parts(plan: LoadPlan | StorePlan, parts: Iterable[Rows] | None) -> Iterable[Rows]:
-    """Mark a plan as completed by a split; return the rows of each part. By default each block is a part."""
+    """Mark a plan as completed, because parts replace it; return the rows of each part.
+
+    Without `parts`, each block becomes a part.
+    """
     complete(plan, "split")
     return np.arange(len(plan))[:, np.newaxis] if parts is None else parts
 
 
 def misuse(plan: LoadPlan | StorePlan, call: str, reason: str) -> MisuseError:
-    """Create the error of a `call` that is not allowed for this plan."""
+    """Create the error of a `call` that is not allowed for this plan; `reason` ends its message."""
     key = plan.keys[0].hex() if len(plan) else "none"
     return MisuseError(f"{call} of a plan that {reason}: request {plan.request_id!r}, key {key}")
 
@@ -120,9 +127,11 @@ class LoadPlan(_Plan):
         return Pinned.array(self.memory, "slots", len(self))
 
     def split(self, parts: Iterable[Rows] | None = None) -> list[LoadPlan]:
-        """Replace this plan by several plans, one for each array of rows in `parts`.
+        """Replace this plan by several plans, one for each element of `parts`.
 
-        By default each block is a part.
+        Args:
+            parts: for each new plan an array with the rows of its blocks in this plan. None: each block
+                becomes a plan.
 
         Raises: `MisuseError` for a plan that was completed or split.
         """
@@ -141,7 +150,7 @@ class LoadPlan(_Plan):
 class StorePlan(_Plan):
     """Blocks to store: copy ``keys[i]`` into ``slots[i]``, then call `complete_store`.
 
-    Arrays and keys are views, created on access.
+    Attributes that are arrays or keys are views of `memory`; each access creates a new view.
 
     Attributes:
         request: the request of the store.
@@ -160,33 +169,35 @@ class StorePlan(_Plan):
 
     @property
     def keys(self) -> Keys:
-        """The offered keys to store, in the order of the offer. There may be none."""
+        """Keys of the blocks to store, in the order in which they were offered. May be empty."""
         return Keys(Entering.array(self.memory, "keys", self.num_stored), self.request.key_bytes)
 
     @property
     def slots(self) -> SlotArray:
         """Slot of each key: shape ``(len(keys),)``, int32.
 
-        The last ``len(evicted)`` slots held the blocks `evicted`, in the same order.
+        The last ``len(evicted)`` of these slots held the blocks that the store evicts, in the order of
+        `evicted`.
         """
         return Entering.array(self.memory, "slots", self.num_stored)
 
     @property
     def missing_rows(self) -> npt.NDArray[np.int32]:
-        """Rows of the offered batch whose blocks were absent, int32.
+        """Positions, in the offered batch, of the blocks that were absent from the cache: int32.
 
-        The rows of stored blocks come first, then rows of dropped blocks, then rows of refused blocks.
+        First the blocks to store, then the dropped blocks, for which there was no room, then the refused
+        blocks.
         """
         return Entering.array(self.memory, "rows", _number(self.memory, _NUM_MISSING))
 
     @property
     def rows(self) -> npt.NDArray[np.int32]:
-        """Row of each key in the offered batch: shape ``(len(keys),)``, int32."""
+        """Position of each key in the offered batch: shape ``(len(keys),)``, int32."""
         return Entering.array(self.memory, "rows", self.num_stored)
 
     @property
     def evicted(self) -> Keys:
-        """Keys of the evicted blocks. New blocks reuse their slots at once."""
+        """Keys of the evicted blocks, which can no longer be read: this plan's blocks reuse their slots."""
         return Keys(Entering.array(self.memory, "evicted", self.num_evicted), self.request.key_bytes)
 
     @property
@@ -204,7 +215,7 @@ class StorePlan(_Plan):
         return _number(self.memory, _NUM_REFUSED)
 
     def split(self, parts: Iterable[Rows] | None = None) -> list[StorePlan]:
-        """Replace this plan by several plans, one for each part of its rows, as `LoadPlan.split` does."""
+        """Replace this plan by several plans, one for each element of `parts` (see `LoadPlan.split`)."""
         return [self._part(rows) for rows in _rows_of_parts(self, parts)]
 
     def _part(self, rows: Rows) -> StorePlan:
@@ -248,7 +259,7 @@ COUNTERS = ("stored", "store_failed", "loaded", "evicted", "refused", "dropped",
 
 @dataclass
 class ManagerStats:
-    """Counters since the manager's creation, and the current numbers of slots in each state. Unit: blocks.
+    """Numbers of blocks: counters since the manager's creation, and how many slots are now in each state.
 
     Invariants: ``free + writing + ready + condemned == capacity``, and
     ``stored == ready + evicted + discarded``.
@@ -261,9 +272,11 @@ class ManagerStats:
     ready: int = 0
     evictable: int = 0
     duplicates: int = 0
-    """Ready blocks that the device also holds. They are evicted first. Only a victim tier counts them."""
+    """Ready blocks that the device also holds. A victim tier evicts them first; other tiers do not count
+    them."""
     condemned: int = 0
-    """Slots of forgotten blocks that a transfer still uses. They become free when the transfer ends."""
+    """Slots whose block was forgotten while a transfer was using it. They become free when the transfer
+    ends."""
     stored: int = 0
     store_failed: int = 0
     loaded: int = 0
@@ -274,13 +287,14 @@ class ManagerStats:
     """Admitted blocks for which there was no room, because all slots held pinned blocks, blocks in flight or
     protected blocks."""
     kept: int = 0
-    """Blocks that a victim tier was offered but need not copy, because they were duplicates."""
+    """Blocks that were offered to a victim tier but need not be copied, because RAM already had them."""
     discarded: int = 0
     """Blocks removed without an eviction: damaged blocks, and blocks that `discard` or `reset` forgot."""
     expected: int = 0
     """Keys that waiting requests expect."""
     misses: dict[str, int] = field(default_factory=dict)
-    """Blocks that `count_misses` has counted, by reason. In a shared pool: only this engine's counts."""
+    """Missing blocks that `count_misses` has counted, for each reason. In a pool that several engines
+    share, only the misses of this engine."""
     policy: dict[str, float] = field(default_factory=dict)
     tenants: dict[str, TenantStats] = field(default_factory=dict)
     """Counts of each tenant with a quota, and the counts of all other tenants together as ``other``.

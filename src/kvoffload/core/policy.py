@@ -1,7 +1,7 @@
 """The interface of an eviction policy.
 
-A policy orders slots. It owns no bytes, slots, clock or pins. It may remember keys of evicted blocks. One
-instance serves one manager, on the manager's thread.
+A policy keeps slots in the order in which their blocks should be evicted. It owns no bytes, slots, clock or
+pins. It may remember keys of evicted blocks. One instance serves one manager, on the manager's thread.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class EvictionPolicy(ABC):
         refuses: True if `replace` may refuse new blocks.
         counts_uses: True if the policy reads the argument `reused` of `access`. If False, a victim tier does
             not track uses.
-        write_cost: for policies that refuse blocks. A new block is refused unless it is worth at least
-            ``1 + write_cost`` times as much as its victim. None: the policy's default.
+        write_cost: a factor, for policies that refuse blocks: the policy refuses a new block unless the block
+            is worth at least ``1 + write_cost`` times as much as its victim. None: the policy's default.
 
     Every other public attribute with an annotation and a default, except a ``ClassVar``, is a parameter that
     users can set: ``s3fifo,small_share=0.2`` (see `Registry`).
@@ -72,10 +72,10 @@ class EvictionPolicy(ABC):
         A policy that orders by recency must process the blocks from last to first. Then the first block of a
         prefix is the most recent, and the last block is evicted first.
 
-        A victim tier calls `access` after `replace`, with all blocks of an offer: blocks that the device has
-        dropped. Here `reused` is True for blocks that were used again while the device held them. It is False
-        for all blocks if the policy observes all traffic, or if `counts_uses` is False. The tier omits the
-        call if no block was reused, and the blocks of the offer were either all kept or all stored.
+        A victim tier calls `access` after `replace`, with all blocks that the device has just dropped. Here
+        `reused` is True for blocks that were used again while the device held them. It is False for all
+        blocks if the policy observes all traffic, or if `counts_uses` is False. If no block was reused, and
+        the dropped blocks were either all new to the tier or all in RAM already, the tier omits the call.
 
         Args:
             slots: shape ``(n,)``, int32.
@@ -93,10 +93,10 @@ class EvictionPolicy(ABC):
         removes the victims from its order and adds the new blocks. If it orders by recency, the head of the
         prefix becomes the most recent block.
 
-        If its `refuses` is True, the policy may write `REFUSED` in place of a victim that is worth more than
-        the new block. If `protected.one_prefix` is True and the policy refuses a block, it must also refuse
-        all later blocks, because no request could reach them. If `protected.admitted` is True, the policy
-        must not refuse any block.
+        If the policy's attribute `refuses` is True, it may refuse a new block that is worth less than its
+        victim: it writes `REFUSED` in place of the victim's slot. If `protected.one_prefix` is True and the
+        policy refuses a block, it must also refuse all later blocks, because no request could reach them. If
+        `protected.admitted` is True, the policy must not refuse any block.
 
         Args:
             keys: keys of the new blocks. All are different, and none is in the policy's order.
@@ -106,7 +106,7 @@ class EvictionPolicy(ABC):
         """
 
     def replace_in(self, new: Entering, cache: Any, path: Any) -> None:
-        """Call `replace` for the blocks of a store. The manager calls this method."""
+        """Choose the victims of a store. The manager calls this method, which by default calls `replace`."""
         keys = Keys(new.keys[: new.count], self.index.key_bytes)
         protected = Protected(cache, path, one_prefix=bool(new.one_prefix), admitted=bool(new.admitted))
         self.replace(keys, new.slots[: new.count], new.num_given, protected)
@@ -126,8 +126,9 @@ class EvictionPolicy(ABC):
         because the manager evicts expected blocks last. A policy that refuses blocks should not refuse
         expected blocks.
 
-        Called before the request's first `observe`, and again if a preempted request has grown. Each block of
-        a request is reported once. A request that is aborted in the queue does not use its blocks.
+        The manager calls `expect` before the request's first `observe`, and again if the request has grown
+        and waits again after a preemption. Each block of a request is reported once. If the request is
+        aborted in the queue, it does not use its blocks.
 
         Args:
             path: the first keys of the request, in prefix order.
@@ -153,8 +154,8 @@ class EvictionPolicy(ABC):
     def finished(self, path: Keys, slots: SlotArray, hints: Hints) -> None:  # noqa: B027  (most ignore it)
         """Record the end of a request, with its hints.
 
-        Optional, for policies that learn the value of hints or that measure ages from the end of a request.
-        Called once for each request, after its last `access`.
+        Optional, for policies that learn how useful hints are, or that measure the age of a block from the
+        end of a request. Called once for each request, after its last `access`.
 
         Args:
             path: the request's keys, in prefix order.
@@ -166,7 +167,7 @@ class EvictionPolicy(ABC):
         """Record that the manager now uses `usable_blocks` slots, at most `capacity_blocks`.
 
         Optional, for policies that compare the cache with other caches of the same size. Called on each step
-        of a resize, and when the policy begins to replace another policy.
+        of a resize, and for a new policy when the change to this policy begins.
         """
 
     @classmethod
@@ -176,22 +177,22 @@ class EvictionPolicy(ABC):
 
     @classmethod
     def needs_returns(cls) -> bool:
-        """Return True if a victim tier must record uses of blocks on the device (see `access`)."""
+        """Return True if a victim tier must record uses of blocks that the device holds, for `access`."""
         return cls.counts_uses and not cls.observes()
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget everything, including adaptive state and ghosts."""
+        """Forget everything: the order, learned parameters, and the keys of evicted blocks (ghosts)."""
 
     def stats(self) -> dict[str, float]:
-        """Return statistics for reports, such as the sizes of lists and adaptive targets, by name."""
+        """Return statistics for reports by name, for example sizes of lists and learned target sizes."""
         return {}
 
     def order(self) -> list[int] | None:
         """Return the slots of all ordered blocks, roughly from coldest to warmest.
 
-        The default implementation returns the order of `ordered_lists` or `ordered_heap`, or None if the
-        policy has neither. Used by audits, tests and reports. Cost: O(blocks).
+        The default implementation builds the order from `ordered_lists` or `ordered_heap`. It returns None if
+        the policy implements neither. Used by audits, tests and reports. Cost: O(blocks).
         """
         if (listed := self.ordered_lists()) is not None:
             lists, numbers = listed
@@ -201,15 +202,15 @@ class EvictionPolicy(ABC):
         return None if heap is None else heap.members()
 
     def ordered_lists(self) -> tuple[Lists, Sequence[int]] | None:
-        """Return the lists that define `order`, and their numbers, coldest list first; None without lists.
+        """Return the policy's lists, and their numbers in eviction order (coldest first); None without lists.
 
-        If a policy implements this method or `ordered_heap`, a policy change reads its order in small steps.
-        Otherwise the change calls `order`, which costs O(blocks).
+        A policy that keeps its order in lists implements this method. Then a change to another policy reads
+        the order in small steps, instead of all at once with `order`, which costs O(blocks).
         """
         return None
 
     def ordered_heap(self) -> Heap | None:
-        """Return the heap that defines `order`; None if no heap defines the order.
+        """Return the heap that holds the policy's order, or None if the order is not in a heap.
 
         The rank of a block may change only when the block is used.
         """
@@ -219,9 +220,9 @@ class EvictionPolicy(ABC):
 class BlockwisePolicy(EvictionPolicy):
     """Base class for policies in plain Python that handle one block at a time, for research.
 
-    Implement `hit`, `insert`, `victim` and `forget`. Also implement `refresh` if recency matters. The batch
-    methods call these methods in a loop. A policy of this kind takes 10 to 100 times the CPU time of a
-    compiled policy and is otherwise equivalent.
+    Implement `hit`, `insert`, `victim` and `forget`, and also `refresh` if the order depends on recency. The
+    methods for batches call these methods in a loop. A policy in Python takes 10 to 100 times the CPU time of
+    a compiled policy. Otherwise the two kinds of policies are equivalent.
     """
 
     @abstractmethod
@@ -232,10 +233,10 @@ class BlockwisePolicy(EvictionPolicy):
         """
 
     def refresh(self, slot: int) -> None:
-        """Move the block in `slot` to the place of a block that was just used, but count no use.
+        """Treat the block in `slot` as most recently used, but count no use.
 
-        Called after a request has stored the block, and when the request accesses it again. The blocks of a
-        request are refreshed from last to first, so that the first block becomes the most recent.
+        Called after a request has stored the block, and when the request accesses the block again. The blocks
+        of a request are refreshed from last to first, so that the first block becomes the most recent.
         """
 
     @abstractmethod
@@ -244,7 +245,7 @@ class BlockwisePolicy(EvictionPolicy):
 
     @abstractmethod
     def victim(self, key: bytes, protected: Protected) -> int:
-        """Choose the block to evict for `key`, remove it from the order and return its slot.
+        """Choose the block to evict for the new block `key`; remove it from the order and return its slot.
 
         ``slot in protected`` is True if the block in `slot` cannot be evicted. At least one block can be
         evicted.
@@ -254,7 +255,7 @@ class BlockwisePolicy(EvictionPolicy):
     def forget(self, slot: int) -> None:
         """Remove the block in `slot` from the order.
 
-        The block left the cache although the policy did not choose it as a victim.
+        Called if the block has left the cache although the policy did not choose it as a victim.
         """
 
     def access(self, slots: SlotArray, reused: BoolArray) -> None:
@@ -292,21 +293,21 @@ class BlockwisePolicy(EvictionPolicy):
 class CompiledPolicy(EvictionPolicy):
     """Base class for policies whose compiled functions the manager's kernels call by address.
 
-    The decorator ``@MyPolicy.compiled`` registers a function. The functions correspond to the methods of the
-    same names::
+    The decorator ``@MyPolicy.compiled`` registers a function. Each function does the work of the
+    `EvictionPolicy` method with its name. The first three are optional::
 
-        expect(own: State, path: Path)  # if it learns from requests that wait
-        observe(own: State, path: Path)  # if it learns from all traffic
-        finished(own: State, path: Path)  # if it learns from how requests end
+        expect(own: State, path: Path)  # if the policy learns from waiting requests
+        observe(own: State, path: Path)  # if the policy learns from all traffic
+        finished(own: State, path: Path)  # if the policy learns from the end of requests
         access(own: State, used: Used)
         replace(own: State, new: Entering, cache: Cache, path: Path)
         remove(own: State, used: Used)
 
-    `State` is the class of the policy's `state`, a `Struct`. A call reports the blocks at these positions of
-    the path:
+    `State` is the class of the policy's `state`, a `Struct`. The first three functions receive the path of a
+    request, and should process the blocks at these positions of the path:
 
     - `expect`: from ``path.foreseen`` to ``path.num_expected - 1``
-    - `observe`: from ``path.observed`` on; ``path.found`` has their slots
+    - `observe`: from ``path.observed`` on; ``path.found`` has the slots of the blocks
     - `finished`: the whole path; ``path.found`` has the slots, and ``path.label`` is the number that `Labels`
       assigned to the request's hints, or 0
 
@@ -322,7 +323,7 @@ class CompiledPolicy(EvictionPolicy):
 
     @classmethod
     def compiled(cls, function: F) -> F:
-        """Register a function of this class, to be compiled."""
+        """Register a function of this class for compilation. Used as a decorator."""
         cls.functions = {**cls.functions, function.__name__: by_address(function)}
         return function
 
@@ -334,7 +335,7 @@ class CompiledPolicy(EvictionPolicy):
 
     @classmethod
     def address_of(cls, name: str) -> int:
-        """Return the address of a function, or 0 if the policy has none."""
+        """Return the address of the compiled function `name`, or 0 if the policy has no such function."""
         return cls.functions[name].address if name in cls.functions else 0
 
     @classmethod

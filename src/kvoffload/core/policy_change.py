@@ -1,8 +1,9 @@
-"""The change of a running manager's policy: the new policy adopts the resident blocks, in order.
+"""The change of a running manager to another eviction policy.
 
-Any thread may create a `PolicyChange`. `OffloadingManager.begin_policy_change` begins the change.
-`OffloadingManager.advance_policy_change` reads the old policy's order in steps (`resident_order`). The old
-policy decides until the new policy has every block.
+The new policy adopts the resident blocks in the order of the old policy. Meanwhile the old policy still
+chooses the victims. Any thread may create a `PolicyChange`. `OffloadingManager.begin_policy_change` begins
+the change. Each call of `OffloadingManager.advance_policy_change` reads a part of the old policy's order
+(`resident_order`), until the new policy has every block and takes over.
 """
 
 from __future__ import annotations
@@ -32,22 +33,22 @@ from kvoffload.structures.lists import LIST, PREV, UNLISTED, move_to_head, push_
 from kvoffload.structures.structs import Struct, call_2, call_4
 
 _CHUNK = 256
-"""Largest number of blocks in one call of the new policy."""
+"""Largest number of blocks that one call of the new policy adopts."""
 _CALL_BLOCKS = 16
-"""Minimum cost of a call of the new policy, in blocks of the budget of `PolicyChange.advance`."""
+"""Minimum cost of a call of the new policy. The unit is one block of the budget of `PolicyChange.advance`."""
 
 
 class State(Struct):
     """The state of a `Handover`.
 
     Attributes:
-        taken: ``taken.where`` is `NEW` for blocks that the new policy has. ``taken.recent`` lists the blocks
-            that were used or stored since the change began. The new policy adopts these blocks last.
+        taken: ``taken.where`` is `NEW` for blocks that the new policy has adopted. ``taken.recent`` lists the
+            blocks that were used or stored since the change began. The new policy adopts these blocks last.
         reused: True for blocks that were used again since the change began.
-        num_calls: number of calls that used or stored blocks.
-        removed: blocks that the new policy must forget, collected to save calls.
-        old, new: addresses of the policies' states.
-        old_expect, new_expect, ...: addresses of the policies' functions, or 0.
+        num_calls: number of calls of `access` and `replace` since the change began.
+        removed: blocks that the new policy must remove, collected so that one call removes many blocks.
+        old, new: addresses of the two policies' states.
+        old_expect, new_expect, ...: addresses of the two policies' functions, or 0.
     """
 
     taken: Taken
@@ -70,10 +71,10 @@ class State(Struct):
 
 
 class Handover(CompiledPolicy):
-    """The policy of a manager during a change. The old policy decides, and the new policy learns.
+    """The policy of a manager while it changes from `old` to `new`: `old` decides, and `new` learns.
 
     Both policies observe all traffic. The new policy first adopts the resident blocks that were not used
-    since the change began, then the blocks that were used or stored since then, because they are more recent.
+    since the change began. It adopts the other blocks last, because they are the most recent.
 
     Attributes:
         old, new: the policies.
@@ -91,7 +92,7 @@ class Handover(CompiledPolicy):
         self.bind()
 
     def bind(self) -> None:
-        """Write the addresses of the policies' states and functions to `State`.
+        """Write the addresses of both policies' states and functions to the `State`.
 
         Call `bind` again when the state of a policy may have moved: after the policy's `reset`, and after
         unpickling.
@@ -117,7 +118,7 @@ class Handover(CompiledPolicy):
 
 @inline
 def _forget(own: State, slot: int) -> None:
-    """Record that a block has left the old policy's order, and queue its removal from the new policy."""
+    """Record that a block has left the old policy's order; queue its removal from the new policy."""
     taken = own.taken
     if taken.where[slot] == NEW:
         own.removed.slots[own.removed.count] = slot
@@ -206,9 +207,10 @@ def remove(own: State, used: Used) -> None:
 
 @kernel
 def _take_coldest(own: State, slots: I32Array, reused: BoolArray) -> int:
-    """Remove the coldest recent blocks: at most ``len(slots)`` blocks, all used or stored by the same call.
+    """Remove the coldest blocks from the list of recent blocks, and write their slots to `slots`.
 
-    Writes their slots to the end of `slots`, with the coldest block last. Returns their number.
+    Takes at most ``len(slots)`` blocks, and only blocks that one call of `access` or `replace` used or
+    stored. Fills `slots` from the end, so that the coldest block is last. Returns the number of blocks.
     """
     links, sentinel, stamps = own.taken.recent.links, own.taken.recent.num_positions, own.taken.stamps
     count, room = 0, slots.shape[0]
@@ -226,7 +228,7 @@ def _take_coldest(own: State, slots: I32Array, reused: BoolArray) -> int:
 
 @kernel
 def _adopt(own: State, slots: ReadI32Array, new: Entering, cache: Cache, path: Path) -> None:
-    """Add blocks to the new policy, except recent blocks and blocks that the new policy already has."""
+    """Add the blocks in `slots` to the new policy, except recent blocks and blocks that it already has."""
     for i in range(slots.shape[0]):
         slot = slots[i]
         if is_left(own.taken, slot) and is_ordered(cache, slot):
@@ -238,17 +240,17 @@ def _adopt(own: State, slots: ReadI32Array, new: Entering, cache: Cache, path: P
 
 
 class PolicyChange:
-    """A new policy for a manager, and its progress in adopting the manager's blocks.
+    """A new policy for a manager, and how many of the manager's blocks it has adopted.
 
-    `OffloadingManager.prepare_policy_change` creates it, in any thread. The constructor compiles the policy's
-    kernels and allocates memory, which can take seconds.
+    Created by `OffloadingManager.prepare_policy_change`, in any thread. The constructor compiles the new
+    policy's kernels and allocates memory, which can take seconds.
 
     Attributes:
         spec: the new policy, as the caller specified it.
         old, new: the policies.
         handover: the manager's policy during the change. None if one of the policies is in Python, because
-            then the change is complete as soon as it begins.
-        known: the used keys that a victim tier will remember for the new policy (`returning`).
+            then the new policy adopts all blocks as soon as the change begins.
+        known: empty lists in which a victim tier will record used keys for the new policy (`returning`).
     """
 
     def __init__(
@@ -273,9 +275,11 @@ class PolicyChange:
             self.handover.bind()
 
     def adopt_all(self, cache: Cache, ordered: SlotArray) -> None:
-        """Add all blocks to the new policy. Used if one of the policies is in Python.
+        """Add all blocks to the new policy at once. Used if one of the two policies is in Python.
 
-        `ordered`: slots of all blocks of the old policy, used if its `order` returns None.
+        Args:
+            ordered: slots of all blocks that the old policy orders, used if the policy's `order` returns
+                None.
         """
         order = self.old.order()
         self._adopt(cache, ordered if order is None else np.array(order, np.int32))
@@ -310,7 +314,10 @@ class PolicyChange:
         return num_blocks
 
     def _adopt(self, cache: Cache, slots: SlotArray) -> None:
-        """Add blocks to the new policy, coldest first. One `replace` per block preserves the order."""
+        """Add the blocks in `slots` to the new policy. The first block is the coldest.
+
+        Calls `replace` for one block at a time, so that the new policy gets the blocks in this order.
+        """
         new = Entering.over(blank_store(1, self.new.index.key_bytes))
         new.one_prefix, new.admitted = not self.follows_device, True
         if self.handover is not None:
@@ -322,7 +329,7 @@ class PolicyChange:
             self.new.replace_in(new, cache.memory, self._path)
 
     def _give_recent(self, state: State, cache: Cache) -> int:
-        """Move the blocks that `_take_coldest` finds to the new policy; return the cost, in blocks."""
+        """Add the blocks that `_take_coldest` returns to the new policy; return the cost, in blocks."""
         slots, reused = np.empty(_CHUNK, np.int32), np.empty(_CHUNK, np.bool_)
         count = _take_coldest(state.memory, slots, reused)
         slots, reused = slots[_CHUNK - count :], reused[_CHUNK - count :]

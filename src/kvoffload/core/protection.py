@@ -15,16 +15,17 @@ from kvoffload.structures.jit import kernel
 
 
 class Protected:
-    """The slots that must not be evicted.
+    """The slots that must not be evicted during one store.
 
-    These are free slots, slots in flight, pinned slots, slots of the storing request, and spared slots. A
-    spared slot holds an expected block, or a block that a quota protects. Policies in Python test
-    ``slot in protected``. Compiled policies call `state.evictable`. The object is valid during one call of
-    `EvictionPolicy.replace`.
+    These are free slots, slots in flight, pinned slots, and slots of the storing request's own blocks. Also
+    protected are blocks that waiting requests expect and blocks that a quota protects. Policies in Python
+    test ``slot in protected``. Compiled policies call `state.evictable` instead. The object is valid during
+    one call of `EvictionPolicy.replace`.
 
     Attributes:
-        entering: slots that the policy has assigned in this call. A policy in Python adds each slot to this
-            set. A compiled policy does not use the set: it inserts blocks after it has chosen every victim.
+        entering: slots to which the policy has assigned new blocks in this call. A policy in Python adds each
+            such slot, so that no later block of the call evicts it. A compiled policy does not need the set,
+            because it inserts the new blocks after it has chosen every victim.
         one_prefix: True if the new blocks follow one another in one request, so that each block needs the
             blocks before it.
         admitted: True if the policy must accept all new blocks.
@@ -45,12 +46,13 @@ class Protected:
     def is_quiet(self) -> bool:
         """True if the policy should not learn from this store. Without quotas it is always False.
 
-        It is True if all victims belong to the storing tenant and `tenants.may_learn` is False for the store.
+        With quotas it is True if the store evicts only its own tenant's blocks, and `tenants.may_learn` is
+        False.
         """
         return bool(_is_quiet(self.cache))
 
     def expects(self, key: bytes) -> bool:
-        """Return True if a waiting request expects this block. Do not refuse an expected block."""
+        """Return True if a waiting request expects this block. A policy should not refuse such blocks."""
         return bool(_is_expected(self.cache, key))
 
     def depth_of(self, key: bytes) -> int:

@@ -1,6 +1,6 @@
 """Quotas as users write them: ``{"a": {"min": "10GiB", "tiers": {"disk": {"max": "1TiB"}}}}``.
 
-The module does not parse sizes: the caller passes a function that does.
+This module does not know how to parse a size such as ``10GiB``: the caller passes a function for that.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ ONE_OWNER = (
 _NAMES, _TIERS = ("min", "max"), "tiers"
 
 ReadSize = Callable[[str, object], int]
-"""Function that converts the value of an option to a size. Arguments: name and value of the option. Raises
-`ConfigError`."""
+"""Function that parses a size. Its arguments are the name and the value of an option; it raises
+`ConfigError` for an invalid value."""
 
 
 class Quotas(NamedTuple):
-    """Minimum and maximum of each tenant; the maximum is None for no limit.
+    """Quotas of each tenant as pairs (minimum, maximum). The maximum is None if there is no limit.
 
     Attributes:
-        ram: mapping: tenant -> its quota of RAM.
-        tiers: mapping: name of a tier behind RAM -> tenant -> its quota of the tier.
+        ram: mapping from each tenant to its quota of RAM.
+        tiers: for each tier behind RAM, by name, a mapping from tenants to their quotas of this tier.
     """
 
     ram: dict[str, tuple[int, int | None]]

@@ -1,7 +1,7 @@
 """Request contexts: a manager's record of a running inference request.
 
 Owns the request's *path*: all keys that the request has looked up, loaded, touched or offered, in order of
-first appearance. Each key has a record. Thanks to the path, a retried request counts as one use of each
+first appearance, with a record for each key. Because of the path, a retried request counts as one use of each
 block, a store does not evict the request's own blocks, and each key is hashed and looked up only once.
 """
 
@@ -28,23 +28,25 @@ from kvoffload.structures.keys import Keys, words_per_key, wrong_key
 from kvoffload.structures.structs import Struct
 
 HASH, HINT, FLAGS = 0, 1, 2
-"""Columns of `Path.records`. `HINT`: the block's last known slot, as ``version << 32 | slot + 1``, or 0. The
-block may leave the slot while the request runs; then the slot's version changes, and the hint is invalid."""
+"""Columns of `Path.records`. `HINT` is the slot in which the block was last found, with the slot's
+version: ``version << 32 | slot + 1``, or 0 if unknown. When a block leaves a slot, the slot's version
+changes, so that old hints are recognized as invalid."""
 
 ACCESSED = 1
 SCRATCH = 2
 SMALLEST_ROOM = 16
 
 AGAIN = -(1 << 60)
-"""A kernel's result below `AGAIN` is an error. `FULL`: the path is too small for the batch. `WRONG`: a key is
-invalid. After an error nothing has changed; the caller calls `make_room` and tries again."""
+"""Results of kernels below `AGAIN` are errors: `FULL` means that the path is too small for the batch,
+`WRONG` that a key is invalid. A kernel that returns an error has changed nothing. The caller calls
+`make_room`, which enlarges the path or raises an exception, and then calls the kernel again."""
 FULL, WRONG = AGAIN - 1, AGAIN - 2
 
 
 class Used(Struct):
     """The resident blocks that a request uses: the argument of a policy's `access`.
 
-    The first `count` rows are valid.
+    Only the first `count` elements of `slots` and `reused` are valid.
     """
 
     slots: I32Array
@@ -67,17 +69,17 @@ class Path(Struct):
         on_device: number of leading blocks that the device holds. The request's first lookup begins at this
             position.
         was_asked: 1 after the first lookup.
-        label: number of the request's hints (`hints.Labels`).
+        label: identifier that `hints.Labels` assigned to the request's hints.
         num_expected: number of leading keys that are expected while the request waits in the engine's queue.
         foreseen: number of expected keys that were reported to the policy.
-        number: number of the request in a recording of calls; 0 before its first recorded call.
-        recorded: number of leading keys that the recording of calls has; `log.ENDED` after the end of the
-            request.
-        tenant: number of the request's tenant (`tenants.TenantNumbers`); 0 without quotas.
+        number: identifier of the request in the recording of calls; 0 before its first recorded call.
+        recorded: number of leading keys that are already in the recording of calls; `log.ENDED` after the end
+            of the request.
+        tenant: identifier of the request's tenant (`tenants.TenantNumbers`); 0 without quotas.
         is_quiet: 1 if the policy does not observe the request (`tenants.may_learn`).
-        cut: 1 + position of the first block in the policy's last refusal; 0 without a refusal, and in a
-            victim tier. While this block is absent, all later blocks are refused, too, because no request
-            could reach them.
+        cut: 1 + position of the first block that the policy refused, the last time it refused blocks. 0 if it
+            has refused none, and in a victim tier. While the block at this position is absent, all later
+            blocks are refused, too, because no request could reach them.
     """
 
     index: Index
@@ -131,9 +133,9 @@ class RequestContext:
     Attributes:
         memory: a `Path`, for the manager's kernels.
         room: number of keys for which the path has room. It grows when more keys come.
-        unpacked_keys: single keys that were looked up and are not yet on the path.
+        unpacked_keys: keys that were looked up one at a time and are not yet on the path.
         observed: number of leading keys that were reported to a policy in Python and to the admission rule.
-        num_observations: number of calls that reported the `observed` keys.
+        num_observations: number of calls that reported these `observed` keys.
         hints: labels from the engine.
         owner: the manager. Slot hints are valid only in this manager.
     """
@@ -166,21 +168,21 @@ class RequestContext:
         return f"RequestContext({self.request_id!r}, {self.length} blocks{', finished' * self.finished})"
 
     def set_hints(self, hints: Hints, label: int) -> None:
-        """Set the request's hints and their label number."""
+        """Set the request's hints, and the identifier `label` of these hints."""
         self.hints = hints
         self.memory[_LABEL : _LABEL + 8] = label.to_bytes(8, "little")
 
     def set_number(self, number: int) -> None:
-        """Set the request's number in a recording."""
+        """Set the identifier of the request in the recording of calls."""
         self.memory[_NUMBER : _NUMBER + 8] = number.to_bytes(8, "little", signed=True)
 
     def set_tenant(self, number: int) -> None:
-        """Set the number of the request's tenant."""
+        """Set the request's tenant, by its identifier."""
         self.memory[_TENANT : _TENANT + 8] = number.to_bytes(8, "little")
 
     @property
     def tenant(self) -> int:
-        """Number of the request's tenant."""
+        """Identifier of the request's tenant."""
         return int.from_bytes(self.memory[_TENANT : _TENANT + 8], "little")
 
     @property
@@ -193,7 +195,7 @@ class RequestContext:
         return int.from_bytes(self.memory[_LENGTH : _LENGTH + 8], "little")
 
     def flush(self) -> None:
-        """Add the keys of single lookups to the path."""
+        """Add the keys that were looked up one at a time (`unpacked_keys`) to the path."""
         if self.unpacked_keys:
             keys, self.unpacked_keys = self.unpacked_keys, []
             self.add(keys)
@@ -201,14 +203,16 @@ class RequestContext:
     def extend(self, keys: Sequence[bytes]) -> I32Array:
         """Add `keys` to the path; return the position of each key.
 
-        The result is a view, valid until the request's next call. Cost: O(keys). If a key has a wrong length,
-        raises `ValueError` that names the first such key.
+        The result is a view, valid until the next call that concerns this request. Cost: O(keys).
+
+        Raises: `ValueError` if a key has a wrong length; the message names the first such key. `TypeError` if
+        a key is not ``bytes``.
         """
         self.add(keys)
         return self.positions(len(keys))
 
     def add(self, keys: Sequence[bytes]) -> None:
-        """Add `keys` to the path. Errors as for `extend`."""
+        """Add `keys` to the path. Raises the same errors as `extend`."""
         self.flush()
         batch = batch_of(keys, self.key_bytes)
         while (problem := _add_batch(self.memory, batch)) < AGAIN:
@@ -236,7 +240,8 @@ class RequestContext:
         return Keys(Index.array(self.memory, "keys", self.length, start), self.key_bytes)
 
     def make_room(self, keys: Sequence[bytes], problem: int) -> None:
-        """Enlarge the path after the error `FULL`. After `WRONG`, raise an error for the first invalid key.
+        """Handle an error of a kernel: enlarge the path after `FULL`, or raise the error of the first invalid
+        key.
 
         Raises: `ValueError` for a key of a wrong length, `TypeError` for a key that is not ``bytes``.
         """
@@ -254,7 +259,7 @@ class RequestContext:
 def batch_of(keys: Sequence[bytes], key_bytes: int) -> Any:
     """Convert `keys` to a kernel's `KeyBatch`.
 
-    Raises `ValueError` if packed keys do not have `key_bytes` bytes.
+    Raises: `ValueError` if `keys` is a `Keys` whose keys do not have `key_bytes` bytes.
     """
     if type(keys) is list:
         return keys
@@ -266,7 +271,7 @@ def batch_of(keys: Sequence[bytes], key_bytes: int) -> Any:
 
 
 def room_for(count: int) -> int:
-    """Round `count` up to a power of two, at least `SMALLEST_ROOM`. Empty paths of each size are cached."""
+    """Round `count` up to a power of two, at least `SMALLEST_ROOM`, so that few blank paths are cached."""
     return max(SMALLEST_ROOM, 1 << (count - 1).bit_length())
 
 
@@ -285,9 +290,10 @@ def _blank_path(room: int, key_bytes: int) -> bytes:
 
 @inline
 def place_of(path: Path, length: int, row: int) -> int:
-    """Return the path position of the key in ``path.index.keys[row]``. A new key gets the position `length`.
+    """Return the path position of the key that is stored in row `row` of the path's index.
 
-    Returns ABSENT if there is no room for a new key.
+    A key that is not yet on the path is added at position `length`. Returns ABSENT if there is no room for
+    it.
     """
     index, records = path.index, path.records
     h = hash_row(index.keys, row)

@@ -1,9 +1,10 @@
-"""Readers, which return the blocks of a policy's order in steps. The order changes between the steps.
+"""Readers, which return the blocks of a policy's order in steps, while the order changes between the steps.
 
-Each reader class reads one kind of order, from the coldest block on. The caller marks the returned blocks as
-taken (`Taken.where`). If a block is used between two steps, it moves, and the reader may return it twice,
-late or never. So the caller also records used blocks (`Taken.recent`). The last reader, `SlotSweep`, returns
-the blocks that earlier readers missed. Does not know why the order is read.
+A reader begins with the coldest block. There is a reader class for each kind of order. The caller marks the
+blocks that it has received as taken (`Taken.where`). A block that is used between two steps moves in the
+order, so that a reader may return it twice, late or never. Therefore the caller also records the used blocks
+(`Taken.recent`), which readers skip. The last reader, `SlotSweep`, returns the blocks that earlier readers
+missed. The module does not know why the order is read.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from kvoffload.structures.structs import Struct
 LEFT, NEW = 0, 1
 """Values of `Taken.where`: not taken, and taken."""
 _VISITS = 16
-"""Budget of a reader for each requested block, in visits. Passing a block of a list costs 1 visit. Taking a
-block from a heap, or reaching the end of a list, costs `_VISITS` visits."""
+"""Number of visits that a reader may spend for each requested block. A visit is the unit of cost: to pass
+a block of a list costs 1 visit; to take a block from a heap, or to reach the end of a list, costs
+`_VISITS` visits."""
 _COPY_VISITS = _VISITS // 2
 """Cost to copy one rank of a heap, in visits."""
 _NO_CURSOR = -1
@@ -37,12 +39,12 @@ class Taken(Struct):
     Attributes:
         where: `NEW` for the blocks that the caller has taken.
         recent: the blocks that were used or stored since the reading began, most recent first.
-        stamps: for each slot with a recent block: number of the call that used or stored the block.
-        cursor: the last block that the reader has passed, or `_NO_CURSOR`.
-        cursor_stamp: the stamp of the block at the cursor; -1 if that block was not recent.
+        stamps: for each slot with a recent block, the number of the call that used or stored the block.
+        cursor: the last block that the reader of a list has passed, or `_NO_CURSOR`.
+        cursor_stamp: stamp of the cursor's block when the reader passed it; -1 if it was not recent then.
         at_end: 1 if a list has no further block.
-        visits_left: number of visits that the readers may still spend. A reader can exceed it by up to
-            `_VISITS`.
+        visits_left: number of visits (`_VISITS`) that the readers may still spend. A reader can exceed it by
+            up to `_VISITS`.
     """
 
     where: I32Array
@@ -62,11 +64,11 @@ class Taken(Struct):
         )
 
     def allow(self, num_blocks: int) -> None:
-        """Set `visits_left` to the number of visits for `num_blocks` blocks."""
+        """Set `visits_left` so that the readers can return about `num_blocks` blocks."""
         self.visits_left = _VISITS * num_blocks + 64
 
     def clear(self) -> None:
-        """Forget all blocks."""
+        """Forget the taken and the recent blocks."""
         self.where.fill(LEFT)
         self.recent.clear()
         self.cursor = _NO_CURSOR
@@ -78,18 +80,20 @@ class Reader(Protocol):
     is_done: bool
 
     def take(self, taken: Taken, cache: Cache, most: int) -> SlotArray:
-        """Return the next blocks: at most `most`, within the budget `Taken.visits_left`.
+        """Return the slots of the next blocks, at most `most`, as far as ``taken.visits_left`` allows.
 
-        A reader that returns fewer blocks, or none, may have more blocks: check `is_done`.
+        The result may be shorter, or empty, although the reader has more blocks. The reader has returned all
+        blocks only when `is_done` is True.
         """
 
 
 class ListsReader:
-    """Reads the lists of a policy, each list from the tail.
+    """Reads the lists of a policy, each list from the tail, where its coldest block is.
 
-    If the block at the cursor has moved, the reader starts again at the tail of the list and skips taken
-    blocks. The reader cannot detect every move, for example if taken blocks move together with the block at
-    the cursor. So a list counts as done only after a complete pass from its tail that finds no further block.
+    The reader continues at the cursor, the last block that it has passed. If the block at the cursor has
+    moved meanwhile, the reader starts again at the tail and skips taken blocks. It cannot detect every move,
+    for example if taken blocks move together with the block at the cursor. Therefore a list counts as done
+    only after a complete pass from its tail that finds no further block.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
@@ -118,7 +122,8 @@ class ListsReader:
 class HeapReader:
     """Reads the heap of a policy: first copies all ranks, then returns the blocks in ascending order of rank.
 
-    It may copy the ranks in several steps, because the rank of a block changes only when the block is used.
+    The copy may take several steps. A rank cannot change between the steps unless the block is used, and used
+    blocks are skipped.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
@@ -142,9 +147,9 @@ class HeapReader:
 
 
 class ListedReader:
-    """Returns the blocks of `EvictionPolicy.order`.
+    """Returns the blocks of `EvictionPolicy.order`, for policies without lists or a heap.
 
-    The first `take` calls `order`, and later calls use its result.
+    The first `take` calls `order`, which costs O(blocks). Later calls return the rest of its result.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
@@ -179,7 +184,7 @@ class SlotSweep:
 
 
 def readers_of(policy: EvictionPolicy) -> list[Reader]:
-    """Return the readers for a policy's order. Use them one after another. Cost: O(capacity) for a heap."""
+    """Return the readers for a policy's order, to be used one after another. Cost: O(capacity) for a heap."""
     reader: Reader = ListedReader(policy)
     if policy.ordered_lists() is not None:
         reader = ListsReader(policy)
@@ -203,7 +208,7 @@ def is_ordered(cache: Cache, slot: int) -> bool:
 
 @inline
 def _stamp_of(taken: Taken, slot: int) -> int:
-    """Return the stamp of a recent block; -1 for other blocks."""
+    """Return the number of the call that last used or stored a recent block; -1 for any other block."""
     if taken.recent.links[slot, LIST] == UNLISTED:
         return np.int64(-1)
     return taken.stamps[slot]
@@ -211,10 +216,11 @@ def _stamp_of(taken: Taken, slot: int) -> int:
 
 @inline
 def _has_stayed(taken: Taken, lists: Lists, sentinel: int, slot: int) -> bool:
-    """Return True if the block at the cursor is still in its place.
+    """Return True if the block at the cursor is still in its place in the list.
 
-    The reader has passed all colder blocks, and blocks join a list only at its head. So if the next colder
-    block is neither taken nor recent, the block at the cursor has moved.
+    The reader passed all colder blocks before it, so these blocks are taken or recent. Blocks join a list
+    only at the head. So if the next colder block is neither taken nor recent, the block at the cursor has
+    moved.
     """
     if (
         slot == _NO_CURSOR
@@ -228,7 +234,7 @@ def _has_stayed(taken: Taken, lists: Lists, sentinel: int, slot: int) -> bool:
 
 @kernel
 def _walk(taken: Taken, cache: Cache, lists: Lists, sentinel: int, slots: I32Array) -> int:
-    """Write the next blocks of a list to `slots`, except taken and recent blocks; return their number.
+    """Write the slots of a list's next blocks, except taken and recent blocks, to `slots`; return how many.
 
     Sets ``taken.at_end`` to 1 at the end of the list.
     """
@@ -259,9 +265,10 @@ def _copy_ranks(taken: Taken, cache: Cache, heap: Heap, copy: Heap, start: int, 
 
 @kernel
 def _take_least(taken: Taken, cache: Cache, heap: Heap, slots: I32Array) -> int:
-    """Remove blocks from a heap, lowest rank first; write them to `slots`, except taken and recent blocks.
+    """Remove the blocks with the lowest ranks from a heap; write their slots, in ascending order of rank, to
+    `slots`.
 
-    Returns the number of written blocks.
+    Taken and recent blocks are removed, but not written. Returns the number of slots written.
     """
     count = 0
     while heap.size > 0 and count < slots.shape[0] and taken.visits_left > 0:
@@ -276,9 +283,9 @@ def _take_least(taken: Taken, cache: Cache, heap: Heap, slots: I32Array) -> int:
 
 @kernel
 def _sweep(taken: Taken, cache: Cache, start: int, stop: int, slots: I32Array) -> int:
-    """Write the blocks in slots `start` to ``stop - 1`` to `slots`, except taken and recent blocks.
+    """Write the slots from `start` to ``stop - 1`` whose blocks are neither taken nor recent to `slots`.
 
-    Returns ``next slot << 32 | number of written blocks``.
+    Returns two numbers in one: ``next slot << 32 | number of written slots``.
     """
     count, slot = np.int64(0), np.int64(start)
     while slot < stop and count < slots.shape[0]:

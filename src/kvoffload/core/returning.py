@@ -1,9 +1,9 @@
 """Uses of blocks while the device holds them, recorded by a victim tier.
 
 When the device loads a block, the policy forgets the block, and would treat it as new when the device drops
-it. So the tier remembers the keys of used blocks in two lists: keys used once, and keys used again. A block
-that a request uses while the tier holds it counts as used again at once. When a block returns to the policy,
-the flag `reused` is True if the block was used again.
+it. Therefore the tier remembers the keys of used blocks in two lists: keys used once, and keys used again. A
+use of a block that is in the tier puts its key in the second list at once. When the device drops the block,
+the policy receives the flag `reused`, which is True if the key was in the second list.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ ONCE, AGAIN = 0, 1
 
 
 def known_keys(index: Index, is_needed: bool) -> KeyLists:
-    """Create lists `ONCE` and `AGAIN`, each with room for one key per slot; no room if not `is_needed`.
+    """Create the lists `ONCE` and `AGAIN`. Each list has room for one key per slot, or for none if not
+    `is_needed`.
 
-    If the device has more blocks than the tier, the least recently used keys are forgotten. The blocks of
-    forgotten keys return as new. Memory: 56 bytes and two keys per slot.
+    A full list forgets its least recently used key. A block whose key was forgotten returns to the policy as
+    new. Memory: 56 bytes and two keys per slot.
     """
     return KeyLists(2 * len(index.keys) if is_needed else 0, index.key_bytes, 2)
 
 
 @inline
 def note_use(known: KeyLists, batch: U64Matrix, row: int, h: np.uint64, again: bool) -> None:
-    """Record a use of the block with key ``batch[row]``. If `again`, even a first use counts as a reuse.
+    """Record a use of the block with key ``batch[row]`` and hash `h`.
+
+    If `again` is True, the block counts as used again even if this is its first recorded use.
 
     Cost: one index probe, or two if another key must be forgotten.
     """
@@ -49,7 +52,7 @@ def note_use(known: KeyLists, batch: U64Matrix, row: int, h: np.uint64, again: b
 
 @inline
 def pop_use(known: KeyLists, batch: U64Matrix, row: int, h: np.uint64) -> bool:
-    """Forget the key of a block that returns to the policy; return True if the block was used again."""
+    """Forget the key of a block that the device has dropped; return True if the block was used again."""
     lists = known.lists
     if lists.num_positions == 0:
         return False

@@ -1,6 +1,7 @@
 """The slots of a cache and their states.
 
-Owns pins, versions, the stack of free slots and the condemned slots. Does not know keys, orders or requests.
+Owns the pins and versions of slots, the stack of free slots, and the condemned slots. Does not know keys,
+eviction orders or requests.
 """
 
 from __future__ import annotations
@@ -17,10 +18,8 @@ SlotArray: TypeAlias = npt.NDArray[np.int32]
 """Slot numbers, shape ``(n,)``."""
 
 FREE, WRITING = -2, -1
-"""Values of `Slots.ref_cnt` for slots without a readable block.
-
-For a slot with a ready block, `ref_cnt` is the number of pins.
-"""
+"""Values of `Slots.ref_cnt` for a slot without a readable block. For a slot with a readable block,
+`ref_cnt` is the number of pins."""
 
 
 class Slots(Struct):
@@ -36,14 +35,14 @@ class Slots(Struct):
     - *unused*: taken out of use by a resize of the cache
 
     Attributes:
-        ref_cnt: shape ``(capacity,)``, int32: pins of a ready block, `WRITING` or `FREE`.
+        ref_cnt: shape ``(capacity,)``, int32: number of pins of a ready block, or `WRITING` or `FREE`.
         version: shape ``(capacity,)``, uint32: increases by one when a block leaves the slot, which
             invalidates the slot hints of requests.
         condemned: shape ``(capacity,)``, bool. Unused slots are also marked True, and their `ref_cnt` is
             `WRITING`.
         stack: int32. The first `num_free` entries are the free slots; entry ``num_free - 1`` is used next.
             The last `num_unused` entries are the unused slots.
-        num_free, num_writing, num_condemned, num_unused: slots in that state.
+        num_free, num_writing, num_condemned, num_unused: number of slots in each of these states.
         num_evictable: number of ready blocks without a pin. Condemned slots do not count.
     """
 
@@ -102,7 +101,7 @@ class Slots(Struct):
         _free(self.memory, slots[idle])
 
     def withhold(self, count: int) -> SlotArray:
-        """Condemn `count` free slots until `release`; return these slots.
+        """Take `count` free slots out of use until `release`; return these slots. They count as condemned.
 
         Chooses the free slots that would be used last. A `reset` leaves these slots condemned, unless its
         `drop_in_flight` is True.
@@ -116,7 +115,7 @@ class Slots(Struct):
         return taken
 
     def release(self, slots: SlotArray) -> int:
-        """Free the condemned slots among `slots` that have no pin; return their number."""
+        """Free the condemned slots among `slots`, unless they have a pin; return how many were freed."""
         idle = np.fromiter(dict.fromkeys(slots.tolist()), np.int32)
         idle = idle[self.condemned[idle] & (self.ref_cnt[idle] <= 0)]
         self.condemned[idle] = False
@@ -125,13 +124,14 @@ class Slots(Struct):
         return len(idle)
 
     def unused(self) -> SlotArray:
-        """Return the unused slots."""
+        """Return the unused slots (a view)."""
         return self.stack[self.capacity - self.num_unused :]
 
     def reset(self, *, drop_in_flight: bool) -> None:
-        """Forget every block. A slot in use by a transfer is condemned or, if `drop_in_flight`, freed.
+        """Forget every block.
 
-        Unused slots stay unused. Cost: O(capacity).
+        Slots that a transfer uses are condemned until the transfer ends or, if `drop_in_flight`, freed at
+        once. Unused slots stay unused. Cost: O(capacity).
         """
         in_use, unused = (self.ref_cnt > 0) | (self.ref_cnt == WRITING), self.unused()
         in_use[unused] = False
@@ -147,7 +147,7 @@ class Slots(Struct):
 
 @inline
 def give_back(slots: Slots, slot: int) -> None:
-    """Mark a slot as free."""
+    """Mark a slot as free, and put it on top of the stack of free slots."""
     slots.ref_cnt[slot] = FREE
     slots.stack[slots.num_free] = slot
     slots.num_free += 1

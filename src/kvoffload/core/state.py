@@ -1,6 +1,6 @@
 """Structs that the manager's kernels use: the state of a cache, and the blocks of one store or load.
 
-The module also owns the test for evictable blocks. It decides nothing.
+The module also owns the tests and searches for evictable blocks, from which a policy chooses victims.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvoffload.structures.structs import Struct
 REFUSED = -1
 """Value that `EvictionPolicy.replace` writes in place of a victim, to refuse the new block."""
 SPARES_EXPECTED, SPARES_TENANTS = 1, 2
-"""Bits of `Cache.spares`, see there."""
+"""Bits of the mask `Cache.spares`, where they are explained."""
 
 
 class Cache(Struct):
@@ -39,19 +39,19 @@ class Cache(Struct):
         known: keys of used blocks that the device holds (`returning`). Has no room unless `follows_device` is
             set and the policy needs the keys.
         expected: keys that waiting requests expect. Has no room until the first request waits (`make_queue`).
-        misses: the last events of absent blocks. Has no room unless the manager explains misses.
+        misses: for absent blocks, the last event of each. Has no room unless the manager explains misses.
         tenants: owners and quotas. Has no room until the manager has quotas.
         has_tenants: 1 if the manager has quotas.
-        member: number of this engine's tenant, if each engine of a shared pool is a tenant; otherwise 0.
-        spares: bit mask of limits on the current store. `SPARES_EXPECTED`: the store evicts no expected
-            blocks, because other slots suffice. `SPARES_TENANTS`: quotas limit the store's victims.
+        member: identifier of this engine's tenant, if each engine of a shared pool is a tenant; otherwise 0.
+        spares: bit mask: the blocks that the current store must not evict. `SPARES_EXPECTED`: expected
+            blocks, because enough other blocks are evictable. `SPARES_TENANTS`: blocks that quotas protect.
         policy: address of the policy's state.
         expect, observe, finished, access, replace, remove: addresses of the policy's compiled functions. An
             address is 0 if the policy has no such compiled function, or has the method in Python.
         follows_device: 1 in a victim tier.
         holds: int32: for each slot the number of pins of this process, or `WRITING` while this process writes
             the slot. Empty unless several processes share the slots.
-        log: the calls, if they are recorded (`log.Log`).
+        log: the recording of calls (`log.Log`); closed if calls are not recorded.
         stored, ...: as in `ManagerStats`.
     """
 
@@ -97,7 +97,7 @@ class Entering(Struct):
 
     Attributes:
         keys: keys of the missing blocks, in the order of the offer.
-        rows: row of each missing block in the offered batch.
+        rows: position of each missing block in the offered batch.
         slots: slots for the first `count` missing blocks. ``slots[:num_free]`` are free slots;
             ``slots[num_free:num_given]`` hold duplicates. The policy writes the victims' slots to the rest.
         evicted: keys of the evicted duplicates and victims.
@@ -106,8 +106,8 @@ class Entering(Struct):
         num_dropped, num_refused: as in `StorePlan`.
         one_prefix: 1 if the blocks follow one another in the prefix of one request.
         admitted: 1 if the policy must accept all blocks.
-        number: number of the plan in a recording of calls; negative for a part of a split plan; 0 if calls
-            are not recorded.
+        number: identifier of the plan in the recording of calls; negative for a part of a split plan; 0 if
+            calls are not recorded.
     """
 
     keys: U64Matrix
@@ -127,9 +127,9 @@ class Entering(Struct):
 
 
 class Pinned(Struct):
-    """The blocks of one load, in the first `count` entries of `slots`.
+    """The pinned blocks of one load. Their slots are the first `count` entries of `slots`.
 
-    `number` has the meaning of `Entering.number`.
+    `number` has the same meaning as `Entering.number`.
     """
 
     slots: I32Array
@@ -143,7 +143,7 @@ def blank_store(num_blocks: int, key_bytes: int) -> Any:
 
 
 def entering(keys: Keys, slots: SlotArray, num_given: int) -> Entering:
-    """Create an `Entering` with these keys and slots. Only the first `num_given` slots are valid."""
+    """Create an `Entering` for these keys. The first `num_given` keys already have slots in `slots`."""
     count = len(slots)
     new = Entering.over(blank_store(count, keys.key_bytes))
     new.keys[:count], new.slots[:count] = keys.words, slots
@@ -214,7 +214,7 @@ def is_expected(cache: Cache, new: Entering, row: int) -> bool:
 
 @inline
 def note_move(cache: Cache, slot: int) -> None:
-    """Record that a block may move in its list, so that `resume_search` does not start at this block."""
+    """Record that a block may move in the policy's list. Later searches then do not resume at this block."""
     if cache.has_tenants:
         cache.tenants.moves[slot] += np.uint32(1)
 
@@ -223,15 +223,16 @@ def note_move(cache: Cache, slot: int) -> None:
 def coldest_evictable(cache: Cache, path: Path, links: I32Matrix, slot: int, sentinel: int) -> int:
     """Search a list from `slot` towards the head; return the first evictable block, or the sentinel.
 
-    With quotas, a search from the tail starts after the blocks that an earlier search has skipped. So a
-    compiled policy whose `replace` moves a block to the head of a list must call `note_move`.
+    With quotas, a search from the tail starts after the blocks that earlier searches skipped
+    (`resume_search`). This is correct only while these blocks do not move. So if the function `replace` of a
+    compiled policy moves a block to the head of a list, it must call `note_move`.
     """
     return coldest_of(cache, path, links, slot, sentinel, sentinel)
 
 
 @inline
 def coldest_of(cache: Cache, path: Path, links: I32Matrix, slot: int, sentinel: int, key: int) -> int:
-    """Search as `coldest_evictable` does. `key` identifies the list among all lists of the policy."""
+    """Search like `coldest_evictable`, in a list that `key` identifies among all lists of the policy."""
     if cache.spares & SPARES_TENANTS != 0:
         return _coldest_of_givers(cache, path, links, slot, sentinel, key)
     while slot != sentinel and not evictable(cache, path, slot):
@@ -241,7 +242,7 @@ def coldest_of(cache: Cache, path: Path, links: I32Matrix, slot: int, sentinel: 
 
 @inline
 def _coldest_of_givers(cache: Cache, path: Path, links: I32Matrix, slot: int, sentinel: int, key: int) -> int:
-    """Search as `coldest_of` does, with quotas.
+    """Search like `coldest_of`, if quotas limit the current store.
 
     Cost: amortized O(1) for each block that the quotas protect.
     """
@@ -285,8 +286,8 @@ def evict_coldest(cache: Cache, path: Path, links: I32Matrix, first: int, last: 
 def next_victim(cache: Cache, path: Path, lists: Lists, number: int) -> int:
     """Return the next evictable block of list `number`, coldest first; ABSENT if there is none.
 
-    Call `rewind` once before the first victim of a store. A block that the search has skipped stays
-    protected until the store ends.
+    Call `lists.rewind` once before the first victim of a store. Each call continues where the previous call
+    ended, so a skipped block is not tried again in this store.
     """
     sentinel = lists.num_positions + number
     slot = coldest_evictable(cache, path, lists.links, lists.cursors[number], sentinel)

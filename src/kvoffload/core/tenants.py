@@ -1,7 +1,7 @@
 """Owners of blocks (tenants), their quotas, and the room that the quotas leave for a store.
 
 A tenant may use more than its minimum while other tenants do not need the slots. A store may evict blocks of
-another tenant only if that tenant keeps its minimum whatever victims the policy chooses. A tenant at its
+another tenant only if that tenant keeps its minimum, whichever victims the policy chooses. A tenant at its
 maximum evicts its own blocks. Owns the counts per tenant. Does not know keys, policies or requests.
 """
 
@@ -21,19 +21,19 @@ from kvoffload.structures.lists import LIST, PREV
 from kvoffload.structures.structs import Struct
 
 OTHER = "other"
-"""The tenant of requests without a configured tenant. Its number is 0."""
+"""Name of the tenant that owns the blocks of all requests without a configured tenant. Its number is 0."""
 _NOBODY = ""
 MAX_TENANTS = 63
 """Largest number of tenants, including `OTHER`. A set of tenants is a bit mask of 63 bits."""
 UNLIMITED = 1 << 40
 ALL_TENANTS = (1 << MAX_TENANTS) - 1
 LEARNT_PART, LEARNT_ALWAYS = 2.0, 1 / 64
-"""Limits of `may_learn`. A policy learns from a tenant above its minimum only within a credit. The credit is
-a share of all offered blocks: `LEARNT_PART` times the tenant's share of the cache, plus `LEARNT_ALWAYS`.
-Because of `LEARNT_ALWAYS`, the policy also learns from a tenant that has no blocks yet."""
+"""Limits of `may_learn`, which decides whether a policy learns from a tenant above its minimum. The policy
+may learn from this share of all offered blocks: `LEARNT_PART` times the tenant's share of the cache, plus
+`LEARNT_ALWAYS`. Because of `LEARNT_ALWAYS`, it also learns from a tenant that has no blocks yet."""
 UNSURE = -1
-"""Result of `room_of_store`: count `Tenants.on_path` and call the function again, because the result depends
-on it."""
+"""Result of `room_of_store` if the room depends on `Tenants.on_path`, which has not been counted yet. The
+caller must count it and call `room_of_store` again."""
 
 _STRIDE, _DEPTH, _ROWS = 64, 16, 256
 _KEY, _MASK, _COUNT, _FIRST = 0, 1, 2, 3
@@ -53,7 +53,7 @@ class Quota:
     max_blocks: int | None = None
 
     def divided(self, parts: int) -> Quota:
-        """Return the quota divided by `parts`, rounded down. A maximum remains at least one block."""
+        """Return the quota divided by `parts`, rounded down. The maximum stays at least 1 block."""
         low = self.min_blocks // parts
         return Quota(low, None if self.max_blocks is None else max(1, low, self.max_blocks // parts))
 
@@ -95,9 +95,10 @@ class Tenants(Struct):
         evictable: number of blocks of each tenant that are ready and not pinned.
         min, max: quotas; `UNLIMITED` for no maximum.
         loaded, evicted: as in `TenantStats`.
-        on_path: number of evictable blocks of each tenant on the path of the storing request.
-        marks: remembered places of searches, see `resume_search`.
-        num_tenants: number of tenants with a number; 0 while there are no quotas.
+        on_path: number of evictable blocks of each tenant that are on the path of the storing request, and
+            therefore cannot be victims of this store.
+        marks: for each list, places at which later searches for victims resume (`resume_search`).
+        num_tenants: number of tenants that have an identifier; 0 while there are no quotas.
         orphans: bit mask of the tenants that no longer exist. Their blocks are evicted first.
         givers: bit mask of the tenants whose blocks the current store may evict.
         usable_free: number of free slots that the current store may use.
@@ -106,9 +107,10 @@ class Tenants(Struct):
         is_quiet: 1 if the policy should not learn from the current store (`may_learn`) and all victims belong
             to the storing tenant.
         num_offered: number of absent blocks that all stores have offered.
-        credit: for each tenant, the number of offered blocks from which the policy may still learn.
+        credit: for each tenant, the number of offered blocks from which the policy may still learn
+            (`may_learn`).
         credited: value of `num_offered` at the last update of each tenant's `credit`.
-        stride: number of skipped blocks between two remembered places.
+        stride: number of blocks that a search skips between two remembered places.
     """
 
     owner: I16Array
@@ -147,7 +149,10 @@ class Tenants(Struct):
         )
 
     def recount(self, filled: SlotArray, evictable: SlotArray) -> None:
-        """Recount the blocks of each tenant. Clear the search places and the credit. Cost: O(blocks)."""
+        """Recount the blocks of each tenant. Also reset the state of searches (`marks`) and of `may_learn`.
+
+        Cost: O(blocks).
+        """
         self.held[:] = np.bincount(self.owner[filled], minlength=MAX_TENANTS)
         self.evictable[:] = np.bincount(self.owner[evictable], minlength=MAX_TENANTS)
         self.marks.fill(0)
@@ -157,9 +162,9 @@ class Tenants(Struct):
 
 
 class TenantNumbers:
-    """Names, numbers and quotas of a manager's tenants.
+    """Names, quotas and numeric identifiers of a manager's tenants.
 
-    A name keeps its number for the life of the manager, because requests in flight refer to it.
+    A name keeps its identifier for the life of the manager, because requests in flight refer to it.
     """
 
     def __init__(self) -> None:
@@ -167,20 +172,20 @@ class TenantNumbers:
         self.quotas: dict[str, Quota] = {}
 
     def number(self, name: str) -> int:
-        """Return the number of a tenant; 0 for a name without a quota."""
+        """Return the identifier of a tenant; 0 for a name without a quota."""
         return self._numbers[name] if name in self.quotas else 0
 
     def name(self, number: int) -> str:
-        """Return the name of a tenant with a quota; `OTHER` for any other number."""
+        """Return the name of the tenant with this identifier; `OTHER` if the tenant has no quota."""
         name = [*self._numbers][number]
         return name if name in self.quotas else OTHER
 
     def nobody(self) -> int:
-        """Return the number of the tenant that stands for "no owner"."""
+        """Return the identifier that marks a block without an owner. The first call assigns it."""
         return self._numbers.setdefault(_NOBODY, len(self._numbers))
 
     def set(self, quotas: Mapping[str, Quota], capacity: int) -> None:
-        """Replace all quotas. Raises `ConfigError` before any change."""
+        """Replace all quotas. Raises `ConfigError` for invalid quotas, and then changes nothing."""
         check_quotas(quotas, capacity)
         names = [*self._numbers, *(name for name in quotas if name not in self._numbers)]
         if len(names) > MAX_TENANTS:
@@ -190,7 +195,7 @@ class TenantNumbers:
         self.quotas = {name: _plain(quota) for name, quota in quotas.items()}
 
     def write(self, tenants: Tenants) -> None:
-        """Write the quotas to a manager's state; tenants without a quota get no minimum and no limit."""
+        """Write the quotas to a manager's state. Tenants without a quota get no minimum and no maximum."""
         tenants.min.fill(0)
         tenants.max.fill(UNLIMITED)
         for name, quota in self.quotas.items():
@@ -202,8 +207,9 @@ class TenantNumbers:
     def stats(self, tenants: Tenants) -> dict[str, TenantStats]:
         """Return the counts of each tenant with a quota, and of `OTHER`.
 
-        If a tenant's quota is removed, its blocks count as blocks of `OTHER`. But its past loads and
-        evictions count for no tenant, so that no counter jumps when a quota is removed or returns.
+        If a tenant's quota is removed, `OTHER` includes the blocks that the tenant still holds. But the
+        tenant's past loads and evictions are no longer reported, so that no counter jumps when a quota is
+        removed or returns.
         """
         counts = (tenants.held, tenants.loaded, tenants.evicted)
         stats = {}
@@ -232,7 +238,7 @@ def check_quotas(quotas: Mapping[str, Quota], capacity: int) -> None:
 
 
 def _plain(quota: Quota) -> Quota:
-    """Convert the numbers of a quota to Python integers, for recordings and reports."""
+    """Convert the numbers of a quota, perhaps of numpy, to Python integers, for recordings and reports."""
     high = quota.max_blocks
     return Quota(index(quota.min_blocks), None if high is None else index(high))
 
@@ -258,10 +264,12 @@ def num_evictable_of(tenants: Tenants) -> int:
 
 @inline
 def _find_givers(tenants: Tenants, owner: int, needed: int, with_own: bool) -> int:
-    """Set `givers` for a store that needs `needed` victims; return the number of their evictable blocks.
+    """Find the tenants whose blocks a store with `needed` victims may evict, and set `givers`.
 
-    A tenant other than `owner` is a giver if it keeps its minimum even if the store evicts as many of its
-    blocks as possible, up to `needed`. The storing tenant `owner` is a giver exactly if `with_own` is True.
+    The storing tenant `owner` is a giver exactly if `with_own` is True. Any other tenant is a giver only if
+    it keeps its minimum in the worst case: if the policy chooses all its victims among this tenant's blocks.
+
+    Returns the number of evictable blocks of all givers together, without blocks on the path.
     """
     givers, count = np.int64(0), np.int64(0)
     for other in range(tenants.num_tenants):
@@ -276,7 +284,7 @@ def _find_givers(tenants: Tenants, owner: int, needed: int, with_own: bool) -> i
 
 @inline
 def _count_orphans(tenants: Tenants) -> int:
-    """Count the evictable blocks of tenants that no longer exist. Blocks on the path do not count."""
+    """Count the evictable blocks of tenants that no longer exist, except blocks on the storing path."""
     count = np.int64(0)
     for other in range(tenants.num_tenants):
         if (tenants.orphans >> np.int64(other)) & 1 != 0:
@@ -286,9 +294,11 @@ def _count_orphans(tenants: Tenants) -> int:
 
 @inline
 def largest_part(tenants: Tenants, owner: int, most: int) -> int:
-    """Return the largest number of victims, up to `most`, that the quotas allow; set `givers` accordingly.
+    """Find the largest number of victims, up to `most`, that the quotas allow; set `givers` for it.
 
-    `owner`: the storing tenant, or `MAX_TENANTS` for no tenant. The store may evict the owner's minimum.
+    Args:
+        owner: the storing tenant, which may evict its own blocks even below its minimum; or `MAX_TENANTS` for
+            no tenant.
     """
     low, high = np.int64(0), np.int64(most)
     while low < high:
@@ -303,7 +313,7 @@ def largest_part(tenants: Tenants, owner: int, most: int) -> int:
 
 @inline
 def _room_of_own(tenants: Tenants, owner: int, wanted: int, num_free: int) -> int:
-    """Compute the room for a store of tenant `owner` that may evict only this tenant's blocks.
+    """Compute the room for a store of tenant `owner` that may evict only this tenant's own blocks.
 
     Returns the number of blocks, at most `wanted`. Also sets `givers` and `usable_free` of `tenants`.
     """
@@ -328,8 +338,8 @@ def room_of_store(tenants: Tenants, owner: int, wanted: int, num_free: int, marg
     grow to the maximum and evict blocks of other tenants, too. The function chooses the way with more room.
 
     Args:
-        margin: 0 if `on_path` has been counted. Otherwise an upper bound of the number of evictable blocks on
-            the path; then the result is `wanted` or `UNSURE`.
+        margin: 0 if the caller has counted `on_path`. Otherwise `on_path` must be 0 and `margin` an upper
+            bound of its sum; then the result is `wanted` or `UNSURE`.
 
     Cost: O(tenants) or, if there is too little room, O(tenants × log wanted).
     """
@@ -375,8 +385,8 @@ def adopt(tenants: Tenants, slot: int, owner: int) -> bool:
     """Make tenant `owner` the owner of the pinned block in `slot`, if its present owner no longer exists.
 
     Changes nothing if the present owner exists, or if tenant `owner` does not exist. If the result is True,
-    the owner has changed, and the caller must call `forget_places`: the victim search may have passed the
-    block.
+    the owner has changed, and the caller must call `forget_places`. Otherwise the block would not be found as
+    a victim, if an earlier search has skipped it because of its old owner.
     """
     old = np.int64(tenants.owner[slot])
     if (tenants.orphans >> old) & 1 == 0 or (tenants.orphans >> np.int64(owner)) & 1 != 0:
@@ -404,8 +414,9 @@ def may_learn(tenants: Tenants, owner: int, num_missing: int, num_stored: int, c
     """Count a store; return True if the policy may learn from the store.
 
     A policy has one state for all tenants, such as ghosts and reuse statistics. A scan by one tenant must not
-    replace this state. So if a store evicts blocks for a tenant above its minimum, the policy learns from it
-    only in proportion to the tenant's part of the cache (`LEARNT_PART`, `LEARNT_ALWAYS`).
+    replace this state. Therefore the policy learns from every store that evicts nothing or keeps its tenant
+    within its minimum. From the other stores of a tenant it learns only in proportion to the tenant's part of
+    the cache (`LEARNT_PART`, `LEARNT_ALWAYS`).
 
     Args:
         num_missing: number of absent blocks that the store offers.
@@ -430,11 +441,12 @@ def may_learn(tenants: Tenants, owner: int, num_missing: int, num_stored: int, c
 
 @inline
 def forget_places(tenants: Tenants, owner: int) -> None:
-    """Forget search places that may be wrong after tenant `owner` has adopted blocks of orphans.
+    """Forget the places at which searches resume, if tenant `owner` has adopted blocks that they skipped.
 
-    *Orphans* are tenants that no longer exist. A search whose givers include `owner` but not all orphans may
-    have skipped a block that now belongs to `owner`. A search whose givers include all orphans has skipped no
-    block of an orphan, and the places of this search stay valid.
+    A tenant adopts blocks of *orphans*, tenants that no longer exist. If the givers of a search (the tenants
+    whose blocks it may return) include `owner` but not all orphans, the search may have skipped a block that
+    now belongs to `owner`; its places are forgotten. If the givers include all orphans, the search has
+    skipped no block of an orphan, and its places stay valid.
     """
     for row in range(tenants.marks.shape[0]):
         givers = tenants.marks[row, _MASK]
@@ -450,11 +462,12 @@ def _row_of(tenants: Tenants, key: int) -> int:
 
 @inline
 def resume_search(tenants: Tenants, links: I32Matrix, key: int, sentinel: int) -> int:
-    """Return the coldest block that a search from the tail of a list must check.
+    """Return the coldest block that a search for victims from the tail of a list must check.
 
-    Uses the blocks that earlier searches passed to `remember_place`, in a stack for each list and set of
-    givers. No block of a giver is colder than a remembered block, as long as the remembered block does not
-    move: new blocks join the list at the head.
+    Earlier searches passed blocks that quotas protect, and recorded some of them with `remember_place`. No
+    evictable block of the list is colder than a recorded block that has not moved since, because new blocks
+    join the list at the head. So the search can resume after the last such block. Records are valid for one
+    list and one set of givers.
     """
     marks, row = tenants.marks, _row_of(tenants, key)
     if marks[row, _KEY] == key and marks[row, _MASK] == tenants.givers:
@@ -469,7 +482,7 @@ def resume_search(tenants: Tenants, links: I32Matrix, key: int, sentinel: int) -
 
 @inline
 def remember_place(tenants: Tenants, key: int, slot: int) -> None:
-    """Remember that no block of a giver is colder than `slot`.
+    """Remember that no block of a giver is colder than the block in `slot`, for `resume_search`.
 
     If the stack of remembered slots is full, every second entry is dropped.
     """

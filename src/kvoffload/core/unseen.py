@@ -1,4 +1,4 @@
-"""Keys that no request has. The manager uses them to evict blocks without storing new blocks.
+"""Keys that belong to no block. The manager uses them to evict blocks without storing new blocks.
 
 A policy evicts blocks only to insert new blocks. So to shrink the cache, the manager offers these keys to the
 policy as new blocks, and then removes them from the policy at once.
@@ -18,7 +18,7 @@ MOST_UNSEEN = 512
 
 @lru_cache(maxsize=4)
 def unseen_keys(key_bytes: int) -> Keys:
-    """Return `MOST_UNSEEN` keys of this length.
+    """Return `MOST_UNSEEN` keys of `key_bytes` bytes each, which are the same in every process.
 
     If `key_bytes` is 8 or more, the hashes of the keys do not depend on `key_bytes`. So a replay of recorded
     hashes makes the same decisions as the recorded cache. If `key_bytes` is below 8, a real block may have

@@ -1,24 +1,25 @@
-"""The number of cold device blocks that the engine offers to a victim tier after each step."""
+"""Size of the window: the number of cold device blocks that the engine offers to a victim tier per step."""
 
 from __future__ import annotations
 
 _MARGIN = 1.5
-"""Size of the window, relative to the largest number of blocks that the device recently dropped in a step."""
+"""Size of the window, as a multiple of the largest number of blocks that the device recently dropped in a
+step."""
 _DECAY = 0.999
-"""Factor of the window's size in each step in which the device drops blocks. After 693 such steps the window
-is half as large.
+"""In each step in which the device drops blocks, the window's size is multiplied by this factor. After 693
+such steps the window is half as large.
 
 The decay is slow, because a step that loads a long prefix is rare but makes the device drop many blocks at
-once. If a block is dropped without an offer, the rest of its prefix is useless in the tier
-(docs/performance.md has measurements).
+once. If the window were too small then, blocks would be dropped without an offer, and without a dropped
+block the rest of its prefix is useless in the tier (docs/performance.md has measurements).
 """
 
 
 class Window:
-    """The size of the window: 1.5 times the largest number of blocks that the device recently dropped in one
-    step.
+    """Computes the size of the window: how many cold device blocks the engine offers to a victim tier.
 
-    The size decays in each step in which the device drops blocks.
+    The window should contain the blocks that the device drops in the next step. So its size is 1.5 times the
+    largest number of blocks that the device recently dropped in one step. The size decays slowly.
 
     Args:
         smallest: lower limit of the size: the number of blocks that one step may allocate.

@@ -1,8 +1,8 @@
-"""Managers with the interface of vLLM's first offloading managers: calls by key, and a pluggable block pool.
+"""Managers with the interface of vLLM's first offloading managers, for engines and tests written against it.
 
-They serve engines and tests that are written against that interface. Each manager is a thin layer over an
-`OffloadingManager`. New code should call `OffloadingManager`, which is faster: it creates no Python object
-for each key.
+The interface passes keys in every call, and lets the caller plug in the pool that allocates blocks. Each
+manager is a thin layer over an `OffloadingManager`. New code should call `OffloadingManager` directly, which
+is faster because it creates no Python object for each key.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Plan = TypeVar("Plan", LoadPlan, StorePlan)
 
 
 class LoadStoreSpec(ABC):
-    """The location of blocks that a worker reads or writes. Only the pool and the worker know its meaning."""
+    """The location of blocks that a worker reads or writes. Only the pool and the worker interpret it."""
 
     @staticmethod
     @abstractmethod
@@ -34,7 +34,7 @@ class LoadStoreSpec(ABC):
 
 
 class CPULoadStoreSpec(LoadStoreSpec):
-    """Numbers of blocks in host RAM, in the order of the keys."""
+    """The location of blocks in host RAM: the number of each block, in the order of the keys."""
 
     def __init__(self, block_ids: Sequence[int]) -> None:
         self.block_ids = list(block_ids)
@@ -57,7 +57,7 @@ class PrepareStoreOutput:
 
 
 class BlockPool(ABC):
-    """An allocator of blocks, the pluggable part of the managers."""
+    """Interface for an allocator of blocks, which users of the managers can implement."""
 
     block_size: int
     """Number of tokens in a block, for events."""
@@ -103,11 +103,11 @@ class CPUBlockPool(BlockPool):
 
 
 class AbstractOffloadingManager(ABC):
-    """The abstract manager: seven primitives over batches of keys."""
+    """Interface of the managers: seven operations on batches of keys."""
 
     @abstractmethod
     def lookup(self, keys: Sequence[OffloadKey]) -> int:
-        """Return the number of leading blocks that are ready."""
+        """Return the number of ready blocks before the first block that is not ready."""
 
     @abstractmethod
     def prepare_load(self, keys: Sequence[OffloadKey]) -> LoadStoreSpec:
@@ -115,13 +115,13 @@ class AbstractOffloadingManager(ABC):
 
     @abstractmethod
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Record an access to blocks, even if another tier served the blocks."""
+        """Record a use of blocks. Also called for blocks that the device or another tier served."""
 
     @abstractmethod
     def complete_load(self, keys: Iterable[OffloadKey]) -> None:
         """Unpin blocks that `prepare_load` has pinned.
 
-        Blocks of several calls may be unpinned together, in any order.
+        One call may unpin blocks of several `prepare_load` calls, and these may complete in any order.
         """
 
     @abstractmethod
@@ -138,14 +138,14 @@ class AbstractOffloadingManager(ABC):
 
 
 class PooledOffloadingManager(AbstractOffloadingManager):
-    """An `OffloadingManager` with calls by key. A `BlockPool` allocates the blocks.
+    """An `OffloadingManager` whose calls take keys, and whose blocks a `BlockPool` allocates.
 
     Args:
         pool: the allocator, used by this manager only.
         policy: the eviction policy, as for `OffloadingManager`.
         store_threshold: number of requests that must refer to a block before it is admitted; 1 admits every
             block.
-        max_tracker_size: number of keys whose references are counted.
+        max_tracker_size: number of keys whose references are counted, for `store_threshold`.
         key_bytes: length of every key.
         enable_events: True to record events for `take_events`.
     """
@@ -178,11 +178,11 @@ class PooledOffloadingManager(AbstractOffloadingManager):
         self._stores: defaultdict[OffloadKey, list[StorePlan]] = defaultdict(list)
 
     def begin_request(self, request_id: str) -> RequestContext:
-        """Begin a request. A call without a context counts as a separate request."""
+        """Begin a request; return its context. A call without a context counts as a separate request."""
         return self.manager.begin_request(request_id)
 
     def finish_request(self, ctx: RequestContext) -> None:
-        """End a request. The policy now counts the request's uses, each block once."""
+        """End a request. The policy then counts the uses of the request: one use of each block."""
         self.manager.finish_request(ctx)
 
     def lookup(self, keys: Sequence[OffloadKey], ctx: RequestContext | None = None) -> int:
@@ -232,14 +232,14 @@ class PooledOffloadingManager(AbstractOffloadingManager):
 
 
 class LRUOffloadingManager(PooledOffloadingManager):
-    """A manager with the policy ``lru`` over any block pool."""
+    """A manager with the policy ``lru``, for any `BlockPool`."""
 
     def __init__(self, pool: BlockPool, enable_events: bool = False, key_bytes: int = 32) -> None:
         super().__init__(pool, policy="lru", enable_events=enable_events, key_bytes=key_bytes)
 
 
 class ARCOffloadingManager(PooledOffloadingManager):
-    """A manager with the policy ``arc`` over any block pool."""
+    """A manager with the policy ``arc``, for any `BlockPool`."""
 
     def __init__(self, pool: BlockPool, enable_events: bool = False, key_bytes: int = 32) -> None:
         super().__init__(pool, policy="arc", enable_events=enable_events, key_bytes=key_bytes)
@@ -269,12 +269,12 @@ class CPUOffloadingManager(PooledOffloadingManager):
 
 
 class FilterReusedOffloadingManager(AbstractOffloadingManager):
-    """A reuse filter around any manager.
+    """A wrapper that makes any manager admit a block only after several lookups (a reuse filter).
 
-    `lookup` counts references, and `prepare_store` admits blocks with enough references.
+    `lookup` counts references to each block; `prepare_store` admits the blocks with enough references.
 
-    Every lookup counts as a reference, because the interface has no requests. The built-in filter
-    (`store_threshold`, or ``admission="reuse:N"``) counts a block once per request instead.
+    The wrapper cannot see requests, so every lookup counts as a reference. The filter inside kvoffload's own
+    managers (`store_threshold`, or ``admission="reuse:N"``) counts a block only once per request.
     """
 
     def __init__(

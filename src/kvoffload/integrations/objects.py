@@ -1,7 +1,7 @@
 """A store of byte objects in tiers, for engines that keep their own RAM.
 
-Owns the staging memory, the jobs, and the deadline of each call. Does not know engines: an object is a key
-and memory addresses. SGLang's pages and LMCache's chunks are stored as objects.
+SGLang's pages and LMCache's chunks are stored as objects. The module knows no engine: for it, an object is a
+key and memory addresses. Owns the staging memory, the jobs, and the deadline of each call.
 """
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ from kvoffload.transfer.copies import copy_blocks
 
 OBJECT_KEY_BYTES = 32
 KEY_BYTES = OBJECT_KEY_BYTES + 2
-"""Length of a block's key in bytes. A block's key is the object's key followed by the block's number in the
-object."""
+"""Length of a block's key in bytes. A block's key is the object's key, followed by the position of the
+block in the object."""
 MOST_PARTS = 1 << 16
 STORE_DEADLINES = 5
-"""Deadline of a store, as a multiple of the deadline of a load."""
+"""Deadline of a store, divided by the deadline of a load."""
 _BUFFERS = 4
-"""Number of buffers in the staging memory. A call uses two of them, so that copies overlap with jobs."""
+"""Number of buffers in the staging memory. A call uses two of them: it copies one while a tier reads or
+writes the other."""
 _BATCHES_IN_FLIGHT = 2
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.001
 _DRAIN_S = 0.005
-"""Seconds for which `clear` waits for one tier, at most, while `clear` holds the lock."""
+"""Longest time that `clear` waits for one tier, in seconds. Meanwhile it holds the lock, and calls of
+other threads wait."""
 
 Addresses = npt.NDArray[np.int64]
 
@@ -73,10 +75,11 @@ class Extents(NamedTuple):
 
 @dataclass(eq=False)
 class ObjectPath:
-    """A path of objects, from which the policies of the tiers learn. `ObjectStore.open_path` creates it.
+    """Objects of one request, in order. The policies of the tiers learn from paths. Created by
+    `ObjectStore.open_path`.
 
     Attributes:
-        records: each tier's record of the path, in the order of the tiers.
+        records: for each tier, its record of the path, in the order of the tiers.
         keys: keys of all blocks of the path, in order.
     """
 
@@ -86,7 +89,7 @@ class ObjectPath:
 
 @dataclass(eq=False)
 class _Job:
-    """A job of tier number `lane` for blocks `at` of a batch. `result` is None while it is in flight."""
+    """A job of tier number `lane` for the blocks `at` of a batch. `result` is None while the job runs."""
 
     lane: int
     number: int
@@ -99,15 +102,15 @@ class _Batch:
     """Objects of a load or store that use one buffer.
 
     Attributes:
-        objects: rows of the objects in the arguments of the call.
+        objects: positions of the objects in the arguments of the call.
         keys: keys of all blocks. Each object has `parts` consecutive blocks.
-        ok: mask of the finished blocks.
+        ok: mask of the blocks that are finished.
         tried: for each tier, a mask of the blocks that were requested from the tier.
         pool: memory that jobs read or fill. `_give_buffer` sets it.
-        rows: rows of `pool`, one for each block.
+        rows: for each block, its row in `pool`.
         is_staged: True if `pool` is a staging buffer, False if it is the caller's memory.
         jobs: jobs in flight.
-        awaits_room: True if blocks were not requested because their tier had no room for reads.
+        awaits_room: True if blocks could not be requested yet, because their tier had no room for more reads.
     """
 
     objects: slice
@@ -133,13 +136,13 @@ class ObjectStore:
     If a call reaches its deadline, it returns with a partial result.
 
     An object is stored as blocks of `block_bytes`; the last block is padded. An object is present if all its
-    blocks are present, even if they come from different stores of the object. The tiers verify each block
-    that they read. A load tries the tiers in order. A store writes to all tiers.
+    blocks are present, even if different calls of `store` wrote them. The tiers verify each block that they
+    read. A load tries the tiers in order. A store writes to all tiers.
 
-    **Copies.** A load reads into staging memory, then copies sound objects to the caller's addresses. So a
-    job that is late cannot write to memory that the caller has reused. A store first copies objects into
-    staging memory. With zero copy the tiers use the caller's memory directly; each extent must then have
-    `block_bytes` bytes.
+    **Copies.** A load reads into staging memory, then copies the objects that are complete and sound to the
+    caller's addresses. So a job that ends after the deadline cannot write to memory that the caller has
+    reused. A store first copies objects into staging memory. With zero copy the tiers use the caller's memory
+    directly; each extent must then have `block_bytes` bytes.
 
     Args:
         tiers: the tiers, from the fastest to the slowest. From now on the store owns them.
@@ -147,8 +150,8 @@ class ObjectStore:
         staging_bytes: size limit of the staging memory. An object that is larger is neither stored nor
             loaded.
         deadline_s: longest duration of a load, in seconds. A store may take `STORE_DEADLINES` times as long.
-        zero_copy: False: never use zero copy. None: use it if every tier is shared. True: always use it; then
-            a call may wait without limit for a disk that hangs.
+        zero_copy: True: use zero copy; then a call may wait without limit for a disk that hangs. False: do
+            not use it. None: use it if every tier is shared.
         clock: function that returns monotonic seconds.
 
     Thread: any; only one thread at a time calls the tiers. No call raises an exception if a tier fails.
@@ -179,7 +182,7 @@ class ObjectStore:
     # ---- paths
 
     def open_path(self) -> ObjectPath:
-        """Begin a path. Until `finish_path`, a store for the path evicts no objects of the path."""
+        """Begin a path. Until `finish_path`, a `store` with this path evicts none of its objects."""
         with self._lock:
             return ObjectPath([tier.begin_request("") for tier in self.tiers])
 
@@ -196,9 +199,9 @@ class ObjectStore:
                 tier.contains(packed, record)
 
     def finish_path(self, path: ObjectPath) -> None:
-        """Count an access to a path.
+        """End a path, and record one use of each of its objects.
 
-        Its objects become the most recent objects, and its first object the most recent of all.
+        Policies that order by recency then have the first object of the path as the most recent one.
         """
         packed = Keys.pack(path.keys, KEY_BYTES)
         with self._lock:
@@ -210,7 +213,8 @@ class ObjectStore:
     def find(self, keys: Sequence[bytes], object_bytes: int) -> Mask:
         """Return a mask of the present objects. An object is present if each of its blocks is in some tier.
 
-        Waits for the probes of shared tiers, but no longer than the longest `probe_timeout_s` of the tiers.
+        Probes shared tiers for blocks whose presence is unknown to this process. Waits for the replies, but
+        no longer than the longest `probe_timeout_s` of these tiers.
         """
         blocks = None if self._closed else self._blocks_of(keys, object_bytes)
         if blocks is None:
@@ -231,7 +235,7 @@ class ObjectStore:
     def stored(self, keys: Sequence[bytes], object_bytes: int) -> Mask:
         """Return a mask of the objects that are present as far as this process knows. Sends no probes.
 
-        After `store`, the mask is False for objects that a tier refused or failed to store.
+        Directly after `store`, the mask is False for objects that a tier refused or failed to store.
         """
         if (blocks := self._blocks_of(keys, object_bytes)) is None:
             return np.zeros(len(keys), np.bool_)
@@ -274,8 +278,8 @@ class ObjectStore:
     def clear(self, timeout_s: float = 10.0) -> bool:
         """Forget all objects. In a shared tier they are forgotten for all machines.
 
-        A running store writes no further objects, because its objects may come from the old weights. Returns
-        False if a tier did not confirm in time.
+        A store that is running in another thread writes no further objects, because they may have been
+        computed with the old weights. Returns False if a tier has not confirmed within `timeout_s`.
 
         Args:
             timeout_s: longest wait for the tiers, in seconds. Calls of other threads continue meanwhile.
@@ -315,11 +319,11 @@ class ObjectStore:
         begin: Callable[[_Batch], None],
         end: Callable[[_Batch], object],
     ) -> Mask:
-        """Transfer objects in batches that overlap in time. Returns a mask of the finished objects.
+        """Transfer objects in batches, several at once. Returns a mask of the finished objects.
 
         Args:
-            begin: starts the jobs of a batch.
-            end: waits for the jobs of a batch, until the deadline.
+            begin: function that starts the jobs of a batch.
+            end: function that waits for the jobs of a batch, until the deadline.
         """
         ok = np.zeros(len(keys), np.bool_)
         running = deque[_Batch]()
@@ -353,7 +357,7 @@ class ObjectStore:
         return [key + end for key in keys for end in ends]
 
     def _blocks_of(self, keys: Sequence[bytes], object_bytes: int) -> Keys | None:
-        """Return the keys of all blocks of objects. `keys`: keys of the objects.
+        """Return the keys of all blocks of the objects with these keys.
 
         Returns None if there are no objects, or if an object has more than `MOST_PARTS` blocks.
         """
@@ -372,10 +376,7 @@ class ObjectStore:
         return self._zero_copy and set(memory.sizes) == {self.block_bytes}
 
     def _batches(self, keys: Sequence[bytes], memory: Extents) -> Iterator[_Batch]:
-        """Divide the objects of a call into batches that fit in a buffer.
-
-        `_give_buffer` assigns the buffers.
-        """
+        """Divide the objects of a call into batches that fit in a buffer. They get buffers later."""
         parts = self.parts_of(memory.object_bytes)
         if self._closed or not self.tiers or not len(keys):
             return
@@ -411,10 +412,7 @@ class ObjectStore:
         return buffer is not None
 
     def _may_wait(self, until: float) -> bool:
-        """Sleep for a moment and return True.
-
-        At the deadline or after `close`, return False without a sleep.
-        """
+        """Sleep for a moment and return True. At the deadline or after `close`, return False at once."""
         if self._closed or self._clock() >= until:
             return False
         time.sleep(_LONGEST_PAUSE_S)
@@ -426,7 +424,7 @@ class ObjectStore:
             copy_blocks(outside, rows, inside, np.arange(len(inside)))
 
     def _scatter(self, batch: _Batch, memory: Extents, which: npt.NDArray[np.intp]) -> None:
-        """Copy the objects `which` of a batch from the staging buffer to the caller's memory."""
+        """Copy the objects at positions `which` of a batch from the staging buffer to the caller's memory."""
         if len(which):
             for inside, outside, rows in self._copies(batch, memory, which):
                 copy_blocks(inside, which, outside, rows)
@@ -434,8 +432,9 @@ class ObjectStore:
     def _copies(
         self, batch: _Batch, memory: Extents, which: npt.NDArray[np.intp]
     ) -> Iterator[tuple[Blocks, Blocks, npt.NDArray[np.int64]]]:
-        """Yield, for each extent: its part of the staging buffer, a view of the caller's memory, and the rows
-        of the objects `which` in the view."""
+        """Yield, for each extent: its part of the staging buffer as rows, a view of the caller's memory, and
+        the rows of this view for the objects at the positions `which`.
+        """
         flat = batch.pool.reshape(-1)
         count, stride = len(batch.keys) // batch.parts, batch.parts * self.block_bytes
         addresses = memory.addresses[batch.objects][which]
@@ -453,7 +452,7 @@ class ObjectStore:
         return job
 
     def _begin_reads(self, batch: _Batch) -> None:
-        """Start to read each missing block from the first untried tier that has the block."""
+        """Start to read each missing block from the first tier that has it, of the tiers not tried before."""
         with self._lock:
             missing, waiting = ~batch.ok, np.zeros(len(batch.ok), np.bool_)
             for job in batch.jobs:
@@ -486,9 +485,11 @@ class ObjectStore:
             self._scatter(batch, memory, np.flatnonzero(batch.ok_objects))
 
     def _begin_writes(self, batch: _Batch, path: ObjectPath | None, until: float, num_clears: int) -> None:
-        """Start to write each tier's missing blocks. Waits for room in the tiers' queues until `until`.
+        """Start to write to each tier the blocks that it does not have. Waits until `until` for room in its
+        queue.
 
-        `num_clears`: number of calls of `clear` when the store began. A further call ends the store.
+        Args:
+            num_clears: number of `clear` calls before the store began. If the number grows, the store ends.
         """
         for lane, tier in enumerate(self.tiers):
             record = None if path is None else path.records[lane]
@@ -520,9 +521,9 @@ class ObjectStore:
             batch.ok[at[~accepted]] = True
 
     def _end_jobs(self, batch: _Batch, until: float) -> bool:
-        """Wait for the jobs of a batch.
+        """Wait for the jobs of a batch. Returns False at the deadline.
 
-        Returns False at the deadline. With zero copy there is no deadline.
+        With zero copy, waits without a deadline, because the jobs use the caller's memory.
         """
         deadline = until if batch.is_staged else math.inf
         have_ended = self._wait(lambda: all(job.result is not None for job in batch.jobs), deadline)
@@ -538,7 +539,7 @@ class ObjectStore:
                 batch.jobs.remove(job)
 
     def _give_back(self, batch: _Batch) -> None:
-        """Release the staging buffer of a batch. If jobs are late, the buffer is released when they end."""
+        """Release the staging buffer of a batch. If jobs still use it, it is released when they end."""
         if not batch.is_staged:
             return
         with self._lock:
@@ -587,8 +588,7 @@ class _Staging:
         self._late: list[tuple[Blocks, set[tuple[int, int]]]] = []
 
     def objects_in_a_buffer(self, parts: int) -> int:
-        """Return how many objects of `parts` blocks fit in one buffer; 0 if one object is larger than the
-        limit."""
+        """Return how many objects of `parts` blocks fit in one buffer; 0 if an object exceeds the limit."""
         if parts * self._block_bytes > self.limit_bytes:
             return 0
         return max(1, self._rows // parts)
@@ -612,17 +612,11 @@ class _Staging:
         self._free.append(buffer)
 
     def keep(self, buffer: Blocks, jobs: Sequence[tuple[int, int]]) -> None:
-        """Keep a buffer in use until these jobs have ended.
-
-        The last call of `ended` for them releases the buffer.
-        """
+        """Release a buffer only after `ended` has been called for all these jobs, which still use it."""
         self._late.append((buffer, {*jobs}))
 
     def ended(self, job: tuple[int, int]) -> None:
-        """Record the end of a job.
-
-        Release its buffer if `keep` was called for the job and no other job needs the buffer.
-        """
+        """Record the end of a job. Releases the buffer kept for the job, unless another job still uses it."""
         for buffer, jobs in [entry for entry in self._late if job in entry[1]]:
             jobs.discard(job)
             if not jobs:
@@ -637,11 +631,11 @@ def _whole(blocks: Mask, parts: int) -> Mask:
 
 
 def _view(addresses: Addresses, size: int) -> tuple[Blocks, npt.NDArray[np.int64]]:
-    """Return an array with rows of `size` bytes that covers all `addresses`, and the row number of each
-    address.
+    """Return memory at `addresses` as the rows of one array, `size` bytes each, and the row of each address.
 
-    Each row begins one stride after the previous row, so rows may overlap. The stride divides all distances
-    between the addresses. The caller must keep the memory alive.
+    The array also has rows between the addresses. Each row begins one stride after the previous row, so rows
+    may overlap. The stride divides all distances between the addresses. The caller must keep the memory
+    alive.
     """
     first = int(addresses.min())
     offsets = addresses - first

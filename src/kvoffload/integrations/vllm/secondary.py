@@ -1,4 +1,4 @@
-"""Our tiers behind vLLM's own RAM tier, for users who do not replace vLLM's manager.
+"""kvoffload's tiers behind vLLM's own RAM tier, for users who do not replace vLLM's manager.
 
     "secondary_tiers": [{"type": "KVOffloadDisk", "module_path": "kvoffload.integrations.vllm.secondary",
                          "path": "/nvme/kv", "capacity": "1TiB"},
@@ -48,22 +48,23 @@ _INFO = {
     "kvoffload_admission": "admission",
     "kvoffload_capacity": "capacity",
 }
-"""Mapping: label of vLLM's info metric -> option of a tier. If a tier lacks the option, the label is empty.
-"""
+"""Mapping: label of vLLM's info metric -> name of the tier's option that is its value. If a tier does not
+have the option, the label is empty."""
 
 
 class KVOffloadTier(SecondaryTierManager):
-    """Adapter of our tiers to vLLM's tiering manager. Every read is verified.
+    """Adapter that lets vLLM's tiering manager use a tier of kvoffload. Every block that is read is verified.
 
-    A lookup returns HIT if the tier has an entry for the block. A load reports the keys of sound blocks, and
-    vLLM computes the other blocks. A shared tier is probed once per step, for all blocks that were looked up
-    in the step. Until the probe ends, a lookup returns RETRY, but no longer than the tier's `probe_timeout`.
+    A lookup returns HIT if the tier has an entry for the block. A load reports which blocks were read and
+    sound, and vLLM computes the other blocks. A shared tier is asked (probed) once per step, for all blocks
+    that were looked up in the step. Until its reply, a lookup returns RETRY, but no longer than the tier's
+    `probe_timeout`.
 
     Options: ``url`` and its parameters, or the options of a disk, as for a tier of `KVOffloadSpec`.
     Raises `ConfigError` for wrong options when the engine starts.
 
-    Thread: the scheduler's. Since vLLM 0.33 a thread that polls other tiers also calls `lookup`, for requests
-    of peer engines. vLLM's lock serializes the calls.
+    Thread: the scheduler's. Since vLLM 0.33 `lookup` is also called by a thread that polls other tiers, for
+    requests of peer engines. vLLM's lock serializes the calls.
 
     Attributes:
         tolerates_off_thread_polling: False, so that vLLM 0.33 polls for finished jobs only in its steps.
@@ -120,7 +121,7 @@ class KVOffloadTier(SecondaryTierManager):
 
     @classmethod
     def config_info_keys(cls, tier_config: dict[str, Any]) -> tuple[str, ...]:
-        """Return the labels of `config_info`. Called by vLLM 0.33."""
+        """Return the labels of vLLM's info metric, whose values are in `config_info`. Called by vLLM 0.33."""
         return ("kvoffload_version", *_INFO)
 
     def config_info(self) -> dict[str, str]:
@@ -143,7 +144,7 @@ class KVOffloadTier(SecondaryTierManager):
 
     @contained(RequestOffloadingContext())
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        """Open the tier's record of the request."""
+        """Begin a record of the request in the tier."""
         if req_context.req_id not in self._records:
             self._records[req_context.req_id] = self._tier.begin_request(req_context.req_id)
         return RequestOffloadingContext()
@@ -180,7 +181,10 @@ class KVOffloadTier(SecondaryTierManager):
 
     @contained(None)
     def on_schedule_end(self, context: Any) -> None:
-        """Probe a shared tier for looked-up blocks of unknown state, except blocks of running probes."""
+        """Ask a shared tier for the blocks that were looked up in this step, if their presence is unknown.
+
+        Does not ask for blocks of earlier probes that still run.
+        """
         unknown, self._unknown = self._unknown, {}
         new = [key for key in unknown if not any(key in probed for probed in self._probes.values())]
         if new and (job := self._tier.submit_probe(Keys.pack(new, USUAL_KEY_BYTES))) != NO_JOB:
@@ -195,7 +199,7 @@ class KVOffloadTier(SecondaryTierManager):
         self._submit(job_metadata, is_store=False)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Return the results of finished jobs. The result of a failed load lists the sound blocks."""
+        """Return the results of finished jobs. For a failed load, they list the blocks that are sound."""
         self._take_finished()
         finished, self._finished = self._finished, []
         return finished
@@ -222,20 +226,23 @@ class KVOffloadTier(SecondaryTierManager):
 
     @contained(list)
     def take_events(self) -> list[Any]:
-        """Return the events of a shared tier: blocks that this engine has written, and blocks that it has
-        found missing."""
+        """Return the events of a shared tier: blocks that this engine has written or has found missing."""
         changes, name = self._tier.take_changes(), self._tier.name
         return [event for keys, removed in changes for event in events(base, keys, removed, name)]
 
     def has_pending_work(self) -> bool:
-        """Return True if jobs, results or probes are pending: vLLM then makes steps without requests."""
+        """Return True if jobs, results or probes are pending: vLLM then makes steps even without requests."""
         return bool(self._jobs or self._finished or self._probes or self._unknown)
 
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
         """Do nothing, because `on_request_finished` reports the use of the request's path."""
 
     def drain_jobs(self) -> None:
-        """Wait for the jobs in flight, then forget all blocks. vLLM calls this when its cache is reset."""
+        """Wait for the jobs in flight, then forget all blocks.
+
+        vLLM calls this when its cache is reset. The stored blocks are then invalid, too, for example because
+        of new weights.
+        """
         self._forget()
         self._tiers.log_unreached()
 
