@@ -377,7 +377,7 @@ def _call_replace(function: int, own: Anything, new: Entering, cache: Cache, pat
 POLICIES: Registry[EvictionPolicy] = Registry("policy", EvictionPolicy, "kvoffload.policies")
 
 PolicyName: TypeAlias = Annotated[str, POLICIES]
-"""Type of an option for a policy."""
+"""Type of an option whose value is the name of a policy."""
 
 DEFAULT_POLICY = "lru"
 FLAGSHIP = "hazard"

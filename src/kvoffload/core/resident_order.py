@@ -29,7 +29,7 @@ _VISITS = 16
 a block of a list costs 1 visit; to take a block from a heap, or to reach the end of a list, costs
 `_VISITS` visits."""
 _COPY_VISITS = _VISITS // 2
-"""Cost to copy one rank of a heap, in visits."""
+"""Cost to copy one rank of a heap, in visits (`_VISITS`)."""
 _NO_CURSOR = -1
 
 

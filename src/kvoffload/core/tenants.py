@@ -24,7 +24,7 @@ OTHER = "other"
 """Name of the tenant that owns the blocks of all requests without a configured tenant. Its number is 0."""
 _NOBODY = ""
 MAX_TENANTS = 63
-"""Largest number of tenants, including `OTHER`. A set of tenants is a bit mask of 63 bits."""
+"""Largest number of tenants, including `OTHER`, because a set of tenants is a bit mask of 63 bits."""
 UNLIMITED = 1 << 40
 ALL_TENANTS = (1 << MAX_TENANTS) - 1
 LEARNT_PART, LEARNT_ALWAYS = 2.0, 1 / 64
@@ -254,7 +254,10 @@ def gives(tenants: Tenants, slot: int) -> bool:
 
 @inline
 def num_evictable_of(tenants: Tenants) -> int:
-    """Return the number of blocks that the current store may evict, including blocks on its path."""
+    """Return the number of blocks that the quotas allow the current store to evict.
+
+    Includes blocks on the storing request's path, although these cannot be victims.
+    """
     count = np.int64(0)
     for owner in range(tenants.num_tenants):
         if (tenants.givers >> owner) & 1 != 0:

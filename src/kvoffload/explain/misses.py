@@ -98,7 +98,7 @@ def find_misses(
         data: as for `Replay`. Allowed only with one manager.
         progress: as for `Replay.run`.
 
-    Cost: about three times the replay.
+    Cost: about three times the cost of the replay.
     """
     histories = list[tuple[History, npt.NDArray[np.int64]]]()
 

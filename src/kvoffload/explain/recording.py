@@ -64,7 +64,7 @@ def has_tokens(place: str, source: str | None = None) -> bool:
     """Return True if `read_with_tokens` can read the recording, because it has token ids or text.
 
     Args:
-        source: name of the format from the user; None to detect the format.
+        source: the format that the user has named; None to detect the format.
     """
     if source is not None:
         return re.split("[,:]", source)[0] in _WITH_TOKENS

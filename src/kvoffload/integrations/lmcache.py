@@ -103,7 +103,7 @@ class KVOffloadAdapter(L2AdapterInterface):
         self._lock = threading.Lock()
         self._next_task = 0
         self._formats: dict[Kind, tuple[Format, ...]] = {}
-        """Formats of the objects of each kind, last used first."""
+        """For each kind of object, the formats of its objects, most recently used first."""
         self._counting = threading.Lock()
         self._counted: dict[Any, Format] = {}
         """Objects that LMCache counts: the adapter has reported them as stored and not yet as deleted."""

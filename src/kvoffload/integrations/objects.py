@@ -625,7 +625,7 @@ class _Staging:
 
 
 def _whole(blocks: Mask, parts: int) -> Mask:
-    """Return a mask of the objects whose blocks are all True."""
+    """Convert a mask of blocks to a mask of objects, which is True if all blocks of the object are True."""
     whole: Mask = np.logical_and.reduce(blocks.reshape(-1, parts), axis=1)
     return whole
 

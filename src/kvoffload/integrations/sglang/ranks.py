@@ -69,7 +69,7 @@ def shard_of(config: HiCacheStorageConfig, name: str) -> str:
 
 
 def _data_parallel(config: HiCacheStorageConfig) -> tuple[int, int]:
-    """Return the data-parallel rank and the data-parallel size (replicas times attention groups)."""
+    """Return the data-parallel rank, and the number of such ranks: replicas times attention groups."""
     replica, replicas = _replica()
     groups = max(of_context("attn_dp_size") or 1, config.dp_rank + 1)
     return (replica or 0) * groups + config.dp_rank, replicas * groups
