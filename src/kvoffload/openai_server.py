@@ -26,7 +26,8 @@ class NoAnswerError(KVOffloadError):
     """A server that does not answer a request, or gives an unusable answer.
 
     Attributes:
-        path, why: the request's path, and the reason. The message is the address followed by both.
+        path: the request's path.
+        why: the reason of the failure. The message has the address, the path and this reason.
         status: HTTP status of an error reply; None for any other problem.
     """
 

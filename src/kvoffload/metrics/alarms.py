@@ -18,8 +18,8 @@ RUNBOOK: Final = "docs/operations.md"
 _PREFIX = "PREFIX_"
 """Placeholder in expressions for the prefix of the metrics."""
 _SCOPE = "job, namespace, model_name, manager"
-"""Labels that do not change when an engine is restarted. An expression that is grouped by these labels sums
-over instances and engines. A missing label counts as empty."""
+"""Labels that do not change when an engine is restarted. PromQL that sums by these labels adds up all
+instances and engines. A missing label counts as empty."""
 _ENGINE = f"instance, engine, {_SCOPE}"
 
 

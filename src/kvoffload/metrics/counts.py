@@ -101,7 +101,7 @@ def tier_tenants(manager: TieredManager) -> dict[tuple[str, str], int]:
 def tier_counts(manager: TieredManager) -> dict[str, dict[str, Any]]:
     """Return a mapping: name of a tier behind RAM (`kvoffload.tiers.spec.names_of`) -> counters of the tier.
 
-    If a name occurs again, it gets a number as suffix.
+    If two tiers have the same name, the name of the second tier gets a number as suffix.
     """
     counts: dict[str, dict[str, Any]] = {}
     tiers = zip(manager.tier_names, manager.hit_blocks[1:], manager.tier_stats(), strict=True)

@@ -121,9 +121,9 @@ class TierRates:
 
 @dataclass(frozen=True)
 class WhatIfShown:
-    """The last estimates for a setting: hit ratio and gain, each with its error.
+    """The latest estimates for a setting of RAM: its hit ratio, and the gain over the current setting.
 
-    The error is half the width of the 95 % interval.
+    The error of an estimate is half the width of its 95 % interval.
     """
 
     setting: str

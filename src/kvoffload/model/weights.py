@@ -1,7 +1,7 @@
 """Identity of a model's weights for shared caches: equal weights have the same identity on every machine.
 
 Byte-equal copies of a model have the same identity, even under different names. Different weights have
-different identities, even under the same name. Reads only files.
+different identities, even under the same name. Reads local files only.
 """
 
 from __future__ import annotations

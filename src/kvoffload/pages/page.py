@@ -68,7 +68,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Text:
-    """Paragraphs under a title, which may be empty.
+    """Paragraphs under a title. The title may be empty.
 
     If `is_code` is True, the text is shown as code to copy.
     """

@@ -36,7 +36,7 @@ def check_sample(one_in: int | None) -> int | None:
 
 
 def sessions_in(source: TraceSource, evidence: Evidence, fleet: Fleet) -> int:
-    """Return `one_in`: the search uses one session in this many. Returns 1 for short recordings."""
+    """Return N if the search should use one in N sessions; 1 for a short recording."""
     mean_blocks = evidence.block_refs / evidence.requests
     most = min(
         evidence.requests // ENOUGH_REQUESTS, int(fleet.device_blocks / (ENOUGH_ON_DEVICE * mean_blocks))

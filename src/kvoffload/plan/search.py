@@ -115,7 +115,8 @@ def search(
     1. Measure all setups of RAM at a few purchases. These measurements show any large difference.
     2. Measure tiers behind RAM at a few purchases. These replays take several times as long, so combine the
        tiers with few setups of RAM. SSDs are combined with the best setups and the setup that writes least;
-       servers with the best setup and the setup that writes most, because other engines use the blocks.
+       servers with the best setup and the setup that writes most, because other engines can use the blocks
+       that a setup writes.
     3. If SSDs would wear out, measure the purchase with a write budget at the rating.
     4. Measure the best setups at all coarse purchases; if step 3 measured rows, include the best setup with a
        write budget.

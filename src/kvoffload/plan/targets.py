@@ -177,7 +177,7 @@ def beside(rows: Sequence[Measured], chosen: Measured) -> Measured | None:
 
 
 def other_ram(rows: Sequence[Measured], chosen: Measured) -> Measured | None:
-    """Find the best feasible row of the same purchase with the other kind of RAM: shared or separate."""
+    """Find the best feasible row of the same purchase with separate instead of shared RAM, or vice versa."""
     rivals = [
         measured
         for measured in rows

@@ -40,8 +40,8 @@ from kvoffload.integrations.vllm.worker_side.worker import KVOffloadWorker
 from kvoffload.text import size
 
 WORKERS_WAIT_S, WORKERS_WAIT_S_PER_GIB = 600.0, 2.0
-"""Longest wait of a worker for the other workers' allocations: the larger of a fixed number of seconds, and
-a number of seconds for each GiB of the pool.
+"""A worker waits for the other workers' allocations for at most the larger of two times: a fixed number of
+seconds, or a number of seconds for each GiB of the pool.
 
 The allocation of a GiB in pages of 4 KiB takes 0.6 s. The wait is part of the engine's start
 (``VLLM_ENGINE_READY_TIMEOUT_S``)."""
