@@ -1,6 +1,6 @@
 """KV bytes per token of a model, from its configuration.
 
-They are used to convert sizes such as ``64GiB`` to blocks.
+This number converts sizes such as ``64GiB`` to blocks.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def block_bytes(
 def _quantized_cache(place: Path, config: Mapping[str, Any]) -> str:
     """Return the dtype of the KV cache that a checkpoint of ModelOpt or llm-compressor sets, or "".
 
-    vLLM's ``auto`` means this dtype. Older checkpoints store it in ``hf_quant_config.json``, or in
+    vLLM's ``auto`` means this dtype. Older checkpoints store this dtype in ``hf_quant_config.json``, or in
     ``compression_config``.
     """
     places = (config, _object(config, "text_config"))

@@ -41,7 +41,7 @@ from kvoffload.text import size
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "kvoffload-node-"
 FORMAT = 5
-"""Version of a pool's files. Increment it with every change of their layout."""
+"""Version of a pool's files. Increment this number whenever the layout of a file changes."""
 STATE, SLOTS, FACTS = "state", "slots", "facts.json"
 _MAGIC = 0x6B766F66_6E6F6465
 _MAGIC_AT, _FORMAT_AT, _LAST_USED_AT, _KEEP_AT, _FIRST_RECORD = 0, 1, keeper.LAST_USED_AT, keeper.KEEP_AT, 8
@@ -197,8 +197,8 @@ class PoolDirectory:
     def close(self) -> None:
         """End the membership of this process. Idempotent.
 
-        The last process removes the pool if `keep_s` is 0. It also removes a pool without a state file, which
-        a failed first start leaves behind.
+        The last process removes the pool if `keep_s` is 0. The last process also removes a pool without a
+        state file, which a failed first start leaves behind.
         """
         if self._fd < 0:
             return

@@ -19,7 +19,7 @@ from kvoffload.text import counted, percent
 
 
 def explanation_page(explained: Explanation, command: str) -> str:
-    """Build the page; `command` is the command that made it."""
+    """Build the page; `command` is the command line that made the page."""
     answer = Text("", [summary(explained), *facts(explained)])
     names = list(explained.reasons)
     bars = [

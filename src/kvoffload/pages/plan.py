@@ -20,7 +20,7 @@ _PURCHASES = "Purchases, the best use of each; * is recommended, x is infeasible
 
 
 def plan_page(answer: PlanAnswer, command: str) -> str:
-    """Build the page; `command` is the command that made it."""
+    """Build the page; `command` is the command line that made the page."""
     sections = [Text(section.title, section.sentences) for section in answer.sections]
     return page(f"What to buy for {answer.trace}", sections, _parts(answer), answer.to_json(), command)
 

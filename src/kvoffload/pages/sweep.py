@@ -16,7 +16,7 @@ _RATIO = {"title": {"text": "prefix-hit ratio, %"}, "rangemode": "tozero"}
 
 
 def sweep_page(rows: Sequence[Row], verdicts: Sequence[Verdict], command: str) -> str:
-    """Build the page; `command` is the command that made it."""
+    """Build the page; `command` is the command line that made the page."""
     names = ", ".join(dict.fromkeys(row.trace for row in rows))
     several = len({(row.trace, row.device) for row in rows}) > 1
     lines = [f"{_place(verdict.best)}, {verdict.line}." if several else f"{verdict.line}."

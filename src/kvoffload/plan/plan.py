@@ -238,7 +238,7 @@ class Plan:
 
     @property
     def _may_share(self) -> bool:
-        """True if the search includes shared servers or shared RAM. A target in seconds excludes them."""
+        """True if the search includes shared servers or shared RAM; with a target in seconds, never."""
         fleet = self.fleet
         return (fleet.may_share or fleet.shared_ram) and self.target.ttft_p90_s is None
 

@@ -198,7 +198,7 @@ def _device_blocks(server: Served, fleet: Fleet, block_tokens: int) -> int:
 
 
 def _policy(server: Served, policies: Sequence[str]) -> str:
-    """Return the server's policy. Raises `ConfigError` unless exactly one of `policies` fits its metrics."""
+    """Return the server's policy. Raises `ConfigError` unless its metrics fit exactly one of `policies`."""
     if server.policies:
         matching = [policy for policy in policies if policy_class(policy).name in server.policies]
         shown = ", ".join(server.policies)

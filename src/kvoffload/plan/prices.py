@@ -99,7 +99,7 @@ class Prices(_Part, frozen=True, kw_only=True):
     """Prices and hardware.
 
     Attributes:
-        currency, source, date: currency and origin of the prices. Answers show them.
+        currency, source, date: currency and origin of the prices. Answers show all three.
         gpu_hour: price of an hour of one GPU. 0: unknown, so that no payback is computed.
         gpus_per_host: GPUs that share a host's RAM and SSDs.
         link_per_s: bandwidth between a GPU and its host, in each direction.
