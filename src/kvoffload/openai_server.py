@@ -127,7 +127,7 @@ class OpenAIServer:
 
     @contextmanager
     def _response(self, path: str, body: object) -> Iterator[http.client.HTTPResponse]:
-        """Send a request, yield the response if its status is 2xx, and convert every failure."""
+        """Send a request and yield the response. Raises `NoAnswerError` unless the status is 2xx."""
         headers = {"Content-Type": "application/json"}
         if self._api_key:
             headers["Authorization"] = f"Bearer {self._api_key}"

@@ -83,7 +83,7 @@ def read(samples: list[Sample], time_s: float) -> Reading:
 
 
 def _plain_name(name: str) -> tuple[str | None, bool]:
-    """Return the name without prefix and ``_total``, and a flag that is True for a metric of kvoffload."""
+    """Return a metric's name without prefix and ``_total``, and True if it is a metric of kvoffload."""
     if name in _VLLMS:
         return _VLLMS[name], False
     for prefix in (VLLM_PREFIX, LIBRARY_PREFIX):

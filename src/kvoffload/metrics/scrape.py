@@ -41,7 +41,7 @@ def _unescape(match: re.Match[str]) -> str:
 
 
 def sums(read: list[Sample]) -> dict[str, float]:
-    """Return the values by name, summed over labels."""
+    """Return, for each metric name, the sum of the values with all labels."""
     totals: dict[str, float] = {}
     for sample in read:
         totals[sample.name] = totals.get(sample.name, 0.0) + sample.value

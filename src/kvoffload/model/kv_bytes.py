@@ -112,8 +112,8 @@ def sliding_layers(model: str) -> tuple[int, int]:
 def kv_heads(model: str) -> int:
     """Return the number of KV heads of a model that `bytes_per_token` knows; 0 for latent attention (MLA).
 
-    Ranks of tensor parallelism divide the heads. If there are more ranks than heads, several ranks store each
-    head. With latent attention, every rank stores the whole latent vector.
+    The ranks of tensor parallelism share the heads. If there are more ranks than heads, several ranks store
+    the same head. With latent attention, every rank stores the whole latent vector.
     """
     place = _config_file(model)
     if place is None:

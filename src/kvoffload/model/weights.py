@@ -104,7 +104,7 @@ def _remembered() -> dict[str, str]:
 
 
 def _remember(digests: dict[str, str]) -> None:
-    """Write the cache of digests. A failure is ignored: the next call reads the files again."""
+    """Write the cache of digests. Ignores failures, because the next call can read the files again."""
     with contextlib.suppress(OSError, UnicodeEncodeError):  # a path may have bytes that are not UTF-8
         content = msgspec.json.encode(digests)
         _memory().parent.mkdir(parents=True, exist_ok=True)

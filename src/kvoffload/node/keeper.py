@@ -99,8 +99,7 @@ def _is_over(fd: int) -> bool:
 
 
 def _remove(pool: str, fd: int) -> bool:
-    """Remove the pool and return True. Return False if the pool is in use or the lock of all pools is
-    held."""
+    """Remove the pool; return False if the pool is in use or the lock of all pools is held."""
     root, name = os.path.split(pool)
     path = os.path.join(root, f".{name.rsplit('-', 1)[0]}.lock")
     lock_fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

@@ -354,7 +354,7 @@ def remove(name: str, root: Path = SHARED_MEMORY) -> int:
 
 @contextlib.contextmanager
 def locked(root: Path) -> Iterator[None]:
-    """Hold the lock of this user's pools: no other process creates, joins or removes pools meanwhile.
+    """Hold the lock of this user's pools, so that no other process creates, joins or removes pools meanwhile.
 
     Raises: `UnavailableError` if the lock is not free in 30 s, probably because its owner is suspended
     (SIGSTOP).

@@ -67,7 +67,8 @@ def update_owners(tenants: Tenants, numbers: Iterable[int]) -> None:
 def shares_of(tenants: Tenants, own: int) -> dict[str, TenantStats]:
     """Return the counts of one engine (``own``), of all other running engines, and of all ended engines.
 
-    `loaded` and `evicted` are 0 except for ``own``, because the sums would decrease when an engine ends.
+    Only ``own`` has `loaded` and `evicted`. In the other two they are 0, because a sum over several engines
+    would decrease when an engine ends.
     """
     kinds = np.full(MAX_TENANTS, 1)
     kinds[[bool(tenants.orphans >> owner & 1) for owner in range(MAX_TENANTS)]] = 2

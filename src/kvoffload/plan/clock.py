@@ -80,7 +80,7 @@ class Clock:
 
     Args:
         machine: machine of one engine, without purchases (`Fleet.machine`).
-        journal: journal of timed replays. None: they are cached in memory only.
+        journal: journal of timed replays. None: timed replays are cached in memory only.
         on_progress: receives the progress of timed replays.
 
     Raises: `ConfigError` at construction if a request does not fit on the GPUs of an engine.

@@ -52,7 +52,7 @@ class Fleet:
         gpu_blocks: number of blocks on the GPUs of an engine, from the engine's log; 0: computed from
             `kv_bytes_per_gpu`.
 
-    Raises: `ConfigError`.
+    Raises: `ConfigError` if a value is out of range, or if the GPUs cannot be divided in this way.
     """
 
     gpus: Annotated[int, msgspec.Meta(ge=1, le=_MOST_GPUS)]

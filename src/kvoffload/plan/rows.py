@@ -374,7 +374,7 @@ def limits(row: PlanRow, fleet: Fleet, budget: float | None = None) -> list[Limi
 
 
 def _network(row: PlanRow, fleet: Fleet) -> list[Limit]:
-    """List the network limits that a row exceeds, either of the servers or of the hosts."""
+    """List the limits of network bandwidth, of servers and of hosts, that a row exceeds."""
     server = fleet.prices.server
     if row.server_write_bytes_per_s is None or row.server_read_bytes_per_s is None:
         return [

@@ -169,8 +169,9 @@ def confirm(
 
     1. Measure the recommended purchase with its two best setups. Also measure the purchase that saves most,
        the best infeasible purchase, and the rivals of the recommended purchase (`beside`, `other_ram`).
-    2. Correct all rows of the sample by the error of the recommended purchase, and choose again. Measure this
-       choice and its neighbours with the best setup of step 1, so that they differ only in the purchase.
+    2. Step 1 shows the error of the sample for the recommended purchase. Correct all rows of the sample by
+       this error, and choose again. Measure this choice and its neighbours with the best setup of step 1, so
+       that they differ only in the purchase.
     3. Bisect between the answer and its neighbours.
 
     Args:
@@ -295,8 +296,8 @@ def _ends_and_middle(values: Sequence[int]) -> list[int]:
 def _kept(rows: dict[Cell, Measured], setups: Sequence[Setup], difference: Difference) -> list[Setup]:
     """Select up to `KEPT` setups, ranked by the number of purchases at which a setup is the best.
 
-    If these numbers are equal, setups rank by the number of purchases at which they do not differ
-    significantly from the best setup. Infeasible rows count only if all rows of a purchase are infeasible. Of
+    Setups that are the best equally often rank by the number of purchases at which they do not differ
+    significantly from the best. Infeasible rows count only if all rows of a purchase are infeasible. Of
     setups with equal results everywhere (`_are_equal`), only the first is selected.
     """
     wins: dict[Setup, tuple[int, int, float]] = dict.fromkeys(setups, (0, 0, 0.0))

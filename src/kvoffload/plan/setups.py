@@ -14,7 +14,7 @@ STORES = (ON_COMPUTE, ON_DEVICE_EVICTION)
 
 @dataclass(frozen=True)
 class Setups:
-    """Setups to try: all combinations of the axes, as in a sweep. Raises `ConfigError`."""
+    """Setups to try: all combinations of the fields' values. Raises `ConfigError` for an invalid value."""
 
     stores: tuple[str, ...] = STORES
     policies: tuple[str, ...] = ("lru", "hazard")

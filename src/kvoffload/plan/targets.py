@@ -69,8 +69,8 @@ class Target:
     def needed(self, evidence: Evidence, fleet: Fleet) -> float | None:
         """Compute the share of the prefill to save; None without a target for savings.
 
-        Raises: `ConfigError` if unlimited caches save less than the target, or if the target needs a missing
-        machine, speed or time.
+        Raises: `ConfigError` if unlimited caches save less than the target, or if the target needs a machine,
+        a speed or times that are missing.
         """
         if self.ttft_p90_s is not None and not (fleet.machine and evidence.duration_s):
             why = "it needs --machine, and a recording with times"

@@ -2,7 +2,7 @@
 
 The mapping is part of the fingerprint of a producer, which is an engine that computes blocks.
 `producer_table` lists the fields of vLLM's configuration that do not change the bytes. Every other field is
-*bound*: it is part of the mapping. Does not know weights (`kvoffload.model.weights`), tiers or versions.
+*bound*, that is, part of the mapping. Does not know weights (`kvoffload.model.weights`), tiers or versions.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def commit_of(model_config: Any) -> str:
 
 
 def _section(name: str, config: Any) -> Plain:
-    """Return the bound fields of a section of vLLM's configuration, without secrets."""
+    """Return the fields of a configuration section that change the bytes of KV blocks, without secrets."""
     if config is None:
         return None
     without = {field for names in WITHOUT_EFFECT.get(name, {}).values() for field in names.split()}

@@ -1,4 +1,6 @@
-"""The fields of vLLM's configuration that do not change the bytes of KV blocks. Every other field is bound.
+"""The fields of vLLM's configuration that do not change the bytes of KV blocks.
+
+Every other field is *bound*, that is, part of an engine's fingerprint.
 
 Data only; `producer` applies the table. docs/integrity.md explains the decisions.
 """
@@ -201,4 +203,4 @@ OTHER_VARIABLES = (
     "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE",
     "ONEDNN_MAX_CPU_ISA", "CUBLAS_WORKSPACE_CONFIG",
 )  # fmt: skip
-"""Environment variables of libraries that change how numbers are computed."""
+"""Environment variables that change how libraries compute numbers."""

@@ -41,7 +41,7 @@ _PARALLEL_0_25 = (
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """Facts about the engine of a specification, from any version.
+    """Facts about the engine that a specification belongs to, in one form for all versions of vLLM.
 
     Attributes:
         engine_id: unique for each engine and data-parallel rank; equal in all processes of an engine.
@@ -131,7 +131,7 @@ def fences_come_late(vllm_config: Any, kv_cache_config: Any, version: str) -> bo
 
 
 def caches_uncomputed(vllm_config: Any) -> bool:
-    """Return True with priority scheduling: vLLM may then cache uncomputed blocks (docs/upstream.md)."""
+    """Return True if vLLM may cache uncomputed blocks: with priority scheduling (docs/upstream.md)."""
     return str(getattr(getattr(vllm_config, "scheduler_config", None), "policy", "")) == "priority"
 
 
@@ -185,7 +185,7 @@ def _replica(parallel: Any, index: str) -> str:
 
 
 RAM = "CPU"
-"""Name of RAM as the medium of an event."""
+"""Name of RAM in the field `medium` of an event."""
 
 
 def events(base: Any, keys: list[bytes], removed: bool, medium: str = RAM) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Copies between tensors on a device and the pool, by vLLM's own kernels and streams.
+"""Copies between the pool and tensors on a device. Uses vLLM's own kernels and streams.
 
 Owns the pinning of the pool, and the views of the pool for vLLM's copies. vLLM owns the transfers
 (``vllm/v1/kv_offload/cpu/gpu_worker.py``, as of 0.32).
