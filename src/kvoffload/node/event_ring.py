@@ -42,14 +42,14 @@ class EventRing(EventSink):
         self._numbers.num_events = start + count
 
     def skip(self) -> None:
-        """Mark all events as missed, so that every engine receives a reset."""
+        """Mark all events as missed, so that every engine receives a reset event."""
         self._numbers.num_events += len(self._words) + 1
 
     def take(self) -> list[OffloadingEvent]:
         """Return the events of all engines since the last call, in order.
 
-        If this engine has missed events, return a reset event, then an event with the present contents. An
-        engine that has joined a pool with blocks has missed events.
+        If this engine has missed events, because it fell behind or has just joined a pool that holds blocks,
+        return a reset event, then an event with the present contents.
         """
         words, stop = self._words, self._numbers.num_events
         start, self._next = self._next, stop

@@ -24,7 +24,8 @@ _ROBUST = _SHARED = 1
 _ERROR_CHECK = 2
 """Mutex type: if the owner locks the mutex again, the call fails instead of waiting forever."""
 _SPINS = 200
-"""Attempts to lock before a system call; together they take 5 us, longer than most calls of a manager."""
+"""Number of attempts to get a busy lock before the caller sleeps in a system call. The attempts take 5 us
+together. Most calls of a manager hold the lock for less, so that few callers sleep."""
 
 
 class Door(Struct):
@@ -33,7 +34,7 @@ class Door(Struct):
     Attributes:
         mutex: address of the mutex in this process.
         try_lock, unlock: addresses of the C library's functions in this process.
-        news: number in shared memory. It grows with each change that members must read.
+        news: a counter in shared memory, which grows with each change that all processes must read.
         seen: last value of `news` that this process has handled.
         num_calls: successful calls of `try_lock` since `NEWS` was last returned.
     """
@@ -104,9 +105,9 @@ class Mutex:
         return self._timed_lock(0.0) in (ACQUIRED, OWNER_DIED, errno.EDEADLK)
 
     def needs_repair(self) -> bool:
-        """Return True if the last owner died while it held the lock, and mark the lock as repaired.
+        """Return True if the last owner died while it held the lock, and mark the lock as consistent.
 
-        This thread must hold the lock.
+        The calling thread must hold the lock.
         """
         return not self._libc.pthread_mutex_consistent(ctypes.c_void_p(self._address))
 

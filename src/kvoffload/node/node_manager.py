@@ -47,10 +47,11 @@ if TYPE_CHECKING:
 
 PATIENCE_S, RESET_PATIENCE_S = 0.05, 5.0
 """Longest wait for the lock, in seconds: `PATIENCE_S` in most calls, `RESET_PATIENCE_S` in rare calls such as
-`reset` and `close`. After a time-out, calls try the lock without a wait until a call gets it."""
+`reset` and `close`. After a time-out, further calls do not wait, so that a suspended process slows an
+engine down only once. They wait again after a call has got the lock."""
 MOST_DEFERRED = 1000
-"""Limit of deferred reports of uses. The next call that gets the lock executes all of them, while other
-engines wait."""
+"""Limit of deferred reports of uses. There is a limit because the next call that gets the lock executes
+all of them, while other engines wait."""
 REPORT_S = 1.0
 """Seconds without the lock after which a warning is logged. Shorter waits are normal on a busy system."""
 CHECK_S, GRACE_S = 0.5, 1.0
@@ -69,9 +70,9 @@ class NodeManager(OffloadingManager):
 
     - Another process may evict a block between `lookup` and `prepare_load`. `prepare_load` and `pin` then
       raise `GoneError`, and the caller must look the block up again. Pinned blocks are not evicted.
-    - If a process is stopped inside a call, calls of other processes time out: `lookup` returns MISS, and
-      `prepare_store` returns None. Reports such as `complete_load` are deferred until a later call gets the
-      lock. Once `MOST_DEFERRED` calls are deferred, further reports of uses are lost.
+    - If a process is suspended (SIGSTOP) inside a call, calls of other processes time out: `lookup` returns
+      MISS, and `prepare_store` returns None. Reports such as `complete_load` are deferred until a later call
+      gets the lock. Once `MOST_DEFERRED` calls are deferred, further reports of uses are lost.
     - If an engine ends without `close`, another member releases its pins and slots within seconds.
     - If an engine dies inside a call, the pool is emptied, because its state may be inconsistent.
     - `reset` empties the pool for all engines. Events and `stats` cover all engines; `counters` covers only
@@ -82,7 +83,7 @@ class NodeManager(OffloadingManager):
       engines are evicted first, unless a running engine loads the block and thereby becomes its owner.
 
     Args:
-        directory: the membership in the pool. `close` does not close it.
+        directory: the membership in the pool. `close` does not end this membership.
         share_blocks: number of blocks of this engine that other engines cannot evict while this engine runs.
             Other engines may use the unfilled part of the share.
         capacity_blocks, policy, key_bytes, block_size: see `OffloadingManager`. All members must give equal
@@ -99,8 +100,8 @@ class NodeManager(OffloadingManager):
     Raises:
         ConfigError: the policy is not compiled, the shares of the running engines exceed the pool, or `store`
             is not ``on-compute`` (a victim tier belongs to one device).
-        UnavailableError: ``/dev/shm`` is full, the pool has another version, or a process is stopped inside a
-            call.
+        UnavailableError: ``/dev/shm`` is full, the pool has another version, or a process is suspended inside
+            a call.
     """
 
     def __init__(
@@ -207,7 +208,7 @@ class NodeManager(OffloadingManager):
     # ---- the lock
 
     def _acquired(self, result: int, patience_s: float) -> bool:
-        """Handle the result of `try_lock`: wait for a busy lock, repair an inconsistent state, apply news.
+        """Finish `try_lock`: wait for a busy lock, repair an inconsistent state, apply others' changes.
 
         Returns True if this process now holds the lock, False on time-out.
         """
@@ -256,7 +257,7 @@ class NodeManager(OffloadingManager):
             self._exit()
 
     def _failed(self, error: BaseException) -> None:
-        """Empty the pool if an exception may have left its state inconsistent. Requires the lock."""
+        """Empty the pool if an exception may have left the pool's state inconsistent. Requires the lock."""
         if not isinstance(error, _BEFORE_A_CHANGE):
             self._interrupted()
 
@@ -336,7 +337,7 @@ class NodeManager(OffloadingManager):
     # ---- ends of other engines
 
     def _look_around(self) -> None:
-        """Release pins and slots of dead engines, at most once in `CHECK_S`."""
+        """Release pins and slots of dead engines, at most once in `CHECK_S` seconds."""
         now = self._clock()
         if now < self._next_check:
             return
@@ -384,7 +385,7 @@ class NodeManager(OffloadingManager):
         return most_expected(self.capacity_blocks) // self.num_members
 
     def _forget_expected(self) -> None:
-        """Clear the expected keys. Each member adds the keys of its waiting requests again."""
+        """Clear the expected keys, and make each member add the keys of its waiting requests again."""
         expected = self._state.expected
         expected.keys.clear()
         expected.counts.fill(0)
@@ -444,14 +445,14 @@ class NodeManager(OffloadingManager):
         return super().begin_request(request_id, keys)
 
     def reset(self, *, drop_in_flight: bool = False) -> None:
-        """Forget all blocks, their order, the ghosts and the counts, for all engines. Cost: O(capacity).
+        """Forget all blocks, and all that the policy has learnt, for all engines. Cost: O(capacity).
 
         Slots of a transfer in flight, of any engine, stay reserved until the transfer is completed. If the
         lock is not free in `RESET_PATIENCE_S`, this engine's next call that gets the lock does the reset.
 
         Args:
-            drop_in_flight: True if the caller guarantees that no transfer of this engine is in flight. The
-                completion of a plan from before the reset is then ignored.
+            drop_in_flight: True if the caller guarantees that no transfer of this engine is in flight. If a
+                load or store from before the reset is completed later, the completion is ignored.
         """
         try:
             with self._locked(self._patience_s and RESET_PATIENCE_S):
@@ -487,8 +488,8 @@ class NodeManager(OffloadingManager):
     def stats(self) -> ManagerStats:
         """Return the counters of all engines, the use of the slots, and the policy's statistics.
 
-        If an engine of the pool has a share, `tenants` has three keys: ``own`` (this engine), ``others``
-        (other running engines) and ``ended`` (ended engines).
+        If an engine of the pool has a share, the result's `tenants` has three keys: ``own`` (this engine),
+        ``others`` (other running engines) and ``ended`` (ended engines).
         """
         stats = super().stats()
         if self._state.has_tenants:
@@ -500,8 +501,8 @@ class NodeManager(OffloadingManager):
     def take_events(self) -> list[OffloadingEvent]:
         """Return the events of all engines since the last call, in order; [] if the lock is not free in time.
 
-        If this engine has missed events, return a reset event, then an event with the present contents. An
-        engine that has joined a pool with blocks has missed events.
+        If this engine has missed events, because it fell behind or has just joined a pool that holds blocks,
+        return a reset event, then an event with the present contents.
         """
         return self._event_ring.take() if self._listens else []
 
@@ -615,7 +616,7 @@ def _repeated(method: Callable[..., Any]) -> Callable[..., Any]:
 def _repeated_if_few(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that defers a call of `method` if fewer than `MOST_DEFERRED` calls are deferred.
 
-    At this limit, it defers only the removal of a request from the queue. The request's uses are lost.
+    At the limit, reports of uses are lost. Only the removal of a request from the queue is still deferred.
     """
     name = method.__name__
 

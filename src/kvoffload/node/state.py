@@ -26,9 +26,9 @@ _LISTENING_AT, _HAS_HOLDS_AT = _HEADER_BYTES - MAX_MEMBERS, _HEADER_BYTES - 2 * 
 _IS_COMPLETE_AT, _CAPACITY_AT = 7, 8
 """Positions of two words in the header. Words 0 to 6: magic, format, number of bytes, signature (4 words)."""
 COUNTERS = tuple(name for name in Cache.fields if Cache.fields[name].at >= Cache.fields["stored"].at)
-"""Names of the counters at the end of a `Cache`."""
+"""Names of the counters, which are the last fields of the struct `Cache`."""
 DEPARTED = MAX_MEMBERS
-"""Row of `counters` with the sums over former engines."""
+"""Row of `StateFile.counters` with the sums over engines that have left the pool."""
 
 
 class Numbers(Struct):
@@ -67,10 +67,10 @@ class StateFile:
             removal and 0 for a store; the key follows.
         created: True if this call created the file, and copied the structs to the file.
 
-    If the file is incomplete, damaged, or of another version, size or geometry, and if `is_alone`, the
-    constructor replaces the file.
+    A file that is incomplete, damaged, or of another version, size or geometry is unusable. The constructor
+    replaces an unusable file if `is_alone`, that is, if no other engine uses the pool.
 
-    Raises: `UnavailableError` if memory is full, or if the file must be replaced and not `is_alone`.
+    Raises: `UnavailableError` if memory is full, or if the file is unusable and not `is_alone`.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ class State(Struct):
         lists: A1in and Am.
         a1out: ghosts.
         arriving: True for each block of A1in until its storing request finishes.
-        max_a1in: Kin, in blocks; A1in can be larger while no victims are needed.
+        max_a1in: Kin, in blocks. While slots are free and no victims are needed, A1in can be larger.
         new_a1in: number of blocks of the current batch that join A1in after all victims are chosen. Until
             then, slots of blocks for Am are marked (`push_marked`).
         is_victim_tier: 1 if `access` reports blocks that return from the device.
@@ -55,17 +55,18 @@ class TwoQ(CompiledPolicy):
     remembers the key. Otherwise the coldest block of Am is evicted and forgotten. A block whose key is in
     A1out enters Am, an LRU list. The capacity of A1out is Kout = 50 % of the cache's blocks.
 
-    The paper does not cover batches, pins and failures. Our choices:
+    The paper does not cover batches (the blocks of one store), pins (blocks in use by a transfer) and
+    failures. Our choices:
 
     - A batch is processed block by block, and each block changes the lists for the next. Blocks of one batch
       never evict each other, and the head of the batch is the youngest.
     - When the storing request finishes, its blocks move to the fronts of their lists, A1in or Am. So the tail
       of a path leaves first, even if the path was stored in parts. This move does not count as an access.
     - In a victim tier, a block that returns from the device moves from A1in to Am if it was used again.
-    - The key of a returning block is removed from A1out before a victim is chosen.
+    - If a new block's key is in A1out, the key is removed from A1out before a victim is chosen.
     - If the list that should provide the victim is empty or fully protected, the other list provides the
-      victim. Even then, A1out remembers exactly the victims from A1in.
-    - While slots are free no victim is needed, and A1in can grow beyond Kin, as in the paper.
+      victim. In this case, too, A1out remembers a victim only if it came from A1in.
+    - While slots are free, no victim is needed. So A1in can grow beyond Kin, as in the paper.
     - A block whose store failed, or that was damaged, is not remembered, because it was not evicted.
 
     Cost per block: O(1), and O(skipped) for protected blocks at the cold ends. Memory: 13 bytes per block for
@@ -107,8 +108,8 @@ class TwoQ(CompiledPolicy):
 def access(own: State, used: Used) -> None:
     """Move used blocks of Am to the front of Am.
 
-    A block of A1in moves to the front of A1in when its storing request ends. In a victim tier it moves to Am
-    when it returns from the device after another use.
+    A used block of A1in stays in place. It moves to the front of A1in when the request that stored it ends.
+    In a victim tier, it moves to Am when it returns from the device after another use.
     """
     links, arriving, am = own.lists.links, own.arriving, own.lists.num_positions + AM
     for i in range(used.count - 1, -1, -1):

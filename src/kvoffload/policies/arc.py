@@ -40,7 +40,7 @@ class State(Struct):
 
 
 class ARC(CompiledPolicy):
-    """Balances recency and frequency, learning from early evictions.
+    """Learns the balance of recency and frequency from blocks that return soon after their eviction.
 
     The paper's algorithm with all four cases and bounds, for batches with pins.
 
@@ -50,19 +50,21 @@ class ARC(CompiledPolicy):
 
     Invariants: ``|T1| + |B1| <= c`` and ``|T1| + |T2| + |B1| + |B2| <= 2c``.
 
-    The paper does not cover batches, pins and failures. Our choices:
+    The paper does not cover batches (the blocks of one store), pins (blocks in use by a transfer) and
+    failures. Our choices:
 
     - A batch is processed block by block, and each block changes the lists and the target for the next.
       Blocks of one batch never evict each other.
     - The end of the storing request does not count as a second access. When the request finishes, the block
       moves to the front of its list, with the rest of its path.
-    - A miss counts when the block is stored. A refused block changes nothing, not even the target.
+    - A miss changes the target and the ghosts only when the block is stored. So a block that is refused
+      changes nothing.
     - If REPLACE selects a list whose blocks are all protected, the other list provides the victim.
       The ghost of a victim from T1 joins B1, the ghost of a victim from T2 joins B2.
     - While slots are free (at the start, after failures), REPLACE is skipped, because no victim is needed.
       The other steps of the case run, so that the target is adapted and the bounds hold.
-    - With quotas, ARC may not learn from every store (`tenants.may_learn`). In a store from which it may not
-      learn, a block without a ghost enters T1, and its victim leaves no ghost.
+    - With quotas, ARC must not learn from some stores (`tenants.may_learn`). In these stores, a block without
+      a ghost enters T1, and its victim leaves no ghost.
     - A block whose store failed, or that was damaged, leaves no ghost, because it was not evicted. While the
       slot of a damaged block is pinned, the lists are shorter than the cache. So the number of ghosts is
       limited to `c` separately: the coldest ghost of B2 is dropped or, if B2 is empty, the coldest of B1.
@@ -124,7 +126,7 @@ def remove(own: State, used: Used) -> None:
 
 @inline
 def _prefetch(own: State, new: Entering, cache: Cache) -> None:
-    """Prefetch the data of the likely victims. A guess, because the target may change within the batch."""
+    """Prefetch the data of the likely victims. The target may change within the batch, so this is a guess."""
     links, c = own.lists.links, own.lists.num_positions
     number = T1 if links[c + T1, LIST] > own.target else T2
     ghost_number = B1 if links[c + T1, LIST] + own.ghosts.lists.links[c + B1, LIST] == c else B2
@@ -135,8 +137,8 @@ def _prefetch(own: State, new: Entering, cache: Cache) -> None:
 def _learn(own: State, ghost: int) -> bool:
     """Process a miss: cases II to IV of the paper. `ghost`: position of the key's ghost, or ABSENT.
 
-    Adapts the target, or enforces the bounds if there is no ghost. Returns False if the victim must be of T1
-    and leave no ghost.
+    With a ghost, adapts the target; without a ghost, enforces the bounds. Returns False if the victim must
+    come from T1 and must leave no ghost.
     """
     links, ghosts = own.lists.links, own.ghosts
     c, sizes = own.lists.num_positions, ghosts.lists.links
@@ -161,7 +163,7 @@ def _learn(own: State, ghost: int) -> bool:
 
 @inline
 def _evict(own: State, cache: Cache, victim: int, keeps_ghost: bool) -> None:
-    """Evict `victim`. If `keeps_ghost`, add its key to B1 or B2, and drop a ghost if there are `c`."""
+    """Evict `victim`. If `keeps_ghost`, add its key to B1 or B2, and drop a ghost if there are `c` ghosts."""
     c, sizes = own.lists.num_positions, own.ghosts.lists.links
     if keeps_ghost:
         if sizes[sizes.shape[0] - 1, LIST] == 0:

@@ -1,4 +1,4 @@
-"""GDSF: evicts the block of lowest frequency times recomputation cost, with aging.
+"""GDSF: evicts the block whose frequency times recomputation cost is lowest, with aging.
 
 Source: Cherkasova, "Improving WWW Proxies Performance with Greedy-Dual-Size-Frequency Caching Policy",
 HP Laboratories technical report HPL-98-69R1, 1998; after Cao and Irani, "Cost-Aware WWW Proxy Caching
@@ -40,9 +40,11 @@ class State(Struct):
 
 
 class GDSF(CompiledPolicy):
-    """Evicts the block of least frequency x cost / size, with aging.
+    """Evicts the block whose frequency x cost / size is lowest, with aging.
 
-    A min-heap by H = L + frequency x cost / size; L is the H of the last victim.
+    Each block has a priority H = L + frequency x cost / size, and the block with the lowest H is evicted. L
+    is the H of the last victim. L never decreases, so that a block that was popular long ago is evicted in
+    the end.
 
     All blocks have size 1. The cost of a block is the cost of its recomputation::
 
@@ -60,12 +62,13 @@ class GDSF(CompiledPolicy):
     used. The effect is small: depth changes a block's time in the cache by only a few percent. Otherwise GDSF
     behaves like LFU with aging. The frequency of an evicted block is forgotten.
 
-    The paper does not cover batches, pins and failures. Our choices:
+    The paper does not cover batches (the blocks of one store), pins (blocks in use by a transfer) and
+    failures. Our choices:
 
     - L rises with each victim of a batch; the H of all new blocks is computed with the last L. Blocks of one
       batch never evict each other.
-    - Of blocks with equal H, the least recently used is evicted first. The head of a batch counts as used
-      last.
+    - If blocks have equal H, the least recently used block is evicted first. In a batch, the head counts as
+      the most recently used block.
     - The end of the storing request does not count as a second access: the frequency of the block stays the
       same, but its H is computed again with the current L.
     - Protected blocks are skipped and keep their H. L never decreases.
@@ -85,7 +88,7 @@ class GDSF(CompiledPolicy):
         "HP Laboratories HPL-98-69R1, 1998"
     )
     block_attention_ratio: Annotated[float, msgspec.Meta(ge=0)] = 0.0005
-    """Cost of attention over one block of context, relative to the linear layers."""
+    """Cost of attention over one block of context, as a multiple of the cost of the linear layers."""
 
     def __init__(self, index: Index) -> None:
         super().__init__(index)
@@ -135,7 +138,7 @@ def remove(own: State, used: Used) -> None:
 
 @inline
 def _take_least(own: State, cache: Cache) -> int:
-    """Pop the block with the smallest H. Prefetch the data that `evictable` will read about it."""
+    """Pop the block with the smallest H, and prefetch the data that `evictable` will read."""
     slot = own.heap.firsts[0]
     prefetch(cache.slots.ref_cnt, slot)
     prefetch(cache.index.keys, slot)

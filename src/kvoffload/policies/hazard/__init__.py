@@ -1,4 +1,5 @@
-"""``hazard``, our own policy. `policy` decides; the other files are its data structures."""
+"""``hazard``, our own policy. The module `policy` has the decisions; the other modules are its data
+structures."""
 
 from kvoffload.policies.hazard.policy import Hazard
 

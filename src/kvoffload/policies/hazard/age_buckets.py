@@ -36,7 +36,7 @@ def bucket_of_age(bounds: I64Array, age: int) -> int:
 
 @inline
 def at_age(table: F64Array, bounds: I64Array, row: int, age: int) -> float:
-    """Return ``table[row]`` at an age: linear between the starts of buckets, constant in the last bucket."""
+    """Return ``table[row]`` at an age, interpolated linearly; constant in the last bucket."""
     bucket = bucket_of_age(bounds, age)
     if bucket == NUM_AGES - 1:
         return table[row, bucket]

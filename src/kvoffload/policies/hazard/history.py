@@ -1,6 +1,6 @@
 """The use history of keys, resident or not: their use counts and the gaps between their uses.
 
-Does not know slots, or the worth of a class.
+From this history, each key gets a class (`History`). Does not know slots, or the worth of a class.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from kvoffload.structures.structs import Struct
 
 NUM_COUNT_CLASSES, NUM_GAP_CLASSES = 5, 10
 ENDED, NUM_KINDS = NUM_LABELS, NUM_LABELS + 1
-"""Kinds of a key's last request: the request's label, or `ENDED` if the request ended without a label."""
+"""Kinds of the request that used a key last: its label, 0 while it runs without a label, or `ENDED` if it
+has ended without a label."""
 NUM_CLASSES = NUM_COUNT_CLASSES * NUM_GAP_CLASSES * NUM_KINDS
 _UNKNOWN = -1.0
 
@@ -28,12 +29,12 @@ class History(Struct):
     The *class* of a key combines three properties:
 
     - use count: 1, 2, 3-4, 5-9, 10 and more
-    - typical gap between uses, in octaves. A new block inherits the gap of the last block of its path's known
-      prefix, because its request continues the session of this block.
+    - typical gap between uses, in octaves. A new block has no gap yet. It inherits the gap of the last block
+      in the known prefix of its path, because its request continues the session of that block.
     - label of the last request that used the key (`hints.Labels`), or `ENDED`
 
-    Times are numbers of block references. For each request call `begin_path`, then `use_key` for each of its
-    blocks. Begin with the last block, so that a path's tail is forgotten first.
+    Times are numbers of block references. For each request, call `begin_path`, then `use_key` for each block
+    of the request, from the last block to the first, so that the tail of a path is forgotten first.
 
     Args:
         capacity: number of keys.
@@ -208,7 +209,7 @@ def class_at(history: History, place: int) -> int:
 
 @inline
 def classify(history: History, keys: U64Matrix, row: int, now: int) -> tuple[int, int]:
-    """Return the class and last use of ``keys[row]``. An unknown key counts as new and used at time `now`."""
+    """Return the class and last use of ``keys[row]``. An unknown key counts as new and as used now."""
     place = find(history.keys.index, keys, row, hash_row(keys, row))
     if place == ABSENT:
         return np.int64(0), np.int64(now)

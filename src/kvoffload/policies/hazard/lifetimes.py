@@ -19,11 +19,13 @@ from kvoffload.structures.structs import Struct
 PRIOR_WEIGHT = 50.0
 """Weight of a parent group's estimate in the estimates of its subgroups, as a number of observed keys."""
 LABEL_PRIOR_WEIGHT = 500.0
-"""`PRIOR_WEIGHT` for a class whose parent group is the classes that differ only in their label. Larger,
-because labels may be wrong."""
+"""The same as `PRIOR_WEIGHT`, for the group of classes that differ only in their label: weight of the
+group's estimate in the estimate of each of these classes. Larger than `PRIOR_WEIGHT`, because labels may
+be wrong."""
 ENTERING = 0.05
-"""Cost of an insertion, as time in a slot without hits. Unit: block references, as a multiple of the cache's
-capacity. Without this cost, blocks with a high worth for a very short time would evict each other."""
+"""Cost of an insertion, expressed as a time during which the slot has no hits. The time is counted in
+block references, as a multiple of the cache's capacity. Without this cost, blocks with a high worth for a
+very short time would evict each other."""
 _ALL, _GROUP, _PARENT = 0, 2, 4
 """First row of each pair of rows in `Lifetimes.sums`."""
 
@@ -31,11 +33,12 @@ _ALL, _GROUP, _PARENT = 0, 2, 4
 class Lives(Struct):
     """The lives of sampled keys that have not ended.
 
-    A life begins at a use of a key, or at the end of a request that used the key. It ends at the next use.
+    A life begins at a use of a key, or at the end of a request that used the key. The life ends at the next
+    use.
 
     Attributes:
         keys: one list of lives for each age bucket, ordered by start time. The last list holds the stopped
-            lives: a waiting request expects their keys, so they no longer age.
+            lives. These lives no longer age, because a waiting request expects their keys.
         class_of: class of each life.
         began: start time of each life.
         stopped: age bucket in which each stopped life was stopped.
@@ -58,8 +61,9 @@ class Lives(Struct):
 class Lifetimes(Struct):
     """The chance that a block is used again, by class and age.
 
-    A block has up to two lives (`Lives`), each in a class: since its last use, and since the end of the
-    request that used the block. While the request runs, the first determines the block's worth.
+    A block has up to two lives (`Lives`), each with the block's class at that time. One began at the last
+    use, the other at the end of the request that used the block. The second life, if there is one, determines
+    the block's worth; while the request still runs, there is only the first.
 
     If a waiting request expects the block, its lives are stopped: they no longer age, because the reuse needs
     no prediction. When the request is served, the reuse counts at the age at which the life was stopped.
@@ -68,7 +72,7 @@ class Lifetimes(Struct):
     reaches, and as reused in the bucket in which the block is used again. Open lives count as exposed only
     (the actuarial life table; Kaplan and Meier, JASA 53, 1958). Old evidence decays with a half-life.
 
-    Estimates are shrunk in three steps:
+    Classes with little evidence would have inaccurate estimates. So estimates are shrunk in three steps:
 
     1. a class towards the classes that differ only in their label
     2. these classes towards all classes with the same use count
@@ -77,9 +81,9 @@ class Lifetimes(Struct):
     `worth` is the Gittins index of a block at the start of an age bucket: the maximum, over all holding
     times, of expected hits / expected slot-time (Gittins, J. Royal Stat. Soc. B 41, 1979).
 
-    When a request starts to wait, call `let_age`, then `stop` for each expected block. When a request is
-    served, call `let_age`, then `live_on` for each of its blocks, from last to first. When it ends, call
-    `let_age`, then `live_after` for each of its blocks.
+    When a request starts to wait, call `let_age`, then `stop` for each expected block. When the request is
+    served, call `let_age`, then `live_on` for each of its blocks, from last to first. When the request ends,
+    call `let_age`, then `live_after` for each of its blocks.
 
     Args:
         num_classes: number of classes.
@@ -87,7 +91,8 @@ class Lifetimes(Struct):
         num_labels: number of consecutive classes that differ only in their label.
         capacity_blocks: capacity of the cache; determines the sampling rate.
         sample_capacity: keys in the sample.
-        half_life: number of references after which evidence counts half; at least four times the capacity.
+        half_life: number of references after which evidence counts only half; at least four times the
+            capacity.
 
     Attributes:
         begun: lives since the last use.

@@ -1,6 +1,7 @@
 """A recency list of slots that is divided into *runs*.
 
-A run is a group of blocks that entered one after the other, with the deepest block last. Knows no policy.
+A run is a group of blocks of one path that entered one after the other. The last block of a run is the block
+farthest from the start of the path. Knows no policy.
 """
 
 from __future__ import annotations
@@ -91,5 +92,5 @@ def leave(order: PathRuns, position: int) -> None:
 
 @inline
 def deepest_of_run(order: PathRuns, position: int) -> int:
-    """Return the last position of the run of `position`."""
+    """Return the last position of the run that contains `position`."""
     return order.runs[order.runs[position, RUN_OF], TAIL]

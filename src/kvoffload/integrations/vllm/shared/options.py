@@ -45,8 +45,9 @@ from kvoffload.whatif.setting import OneIn
 WHERE = "kv_connector_extra_config"
 ALWAYS, TIERS, NEVER = "always", "tiers", "never"
 VERIFY = (ALWAYS, TIERS, NEVER)
-"""Values of the option `verify`. Blocks that are read from tiers are always verified. ``always``: also verify
-blocks in RAM. ``tiers`` or ``never``: do not verify blocks in RAM."""
+"""Values of the option `verify`, which decides about blocks in RAM, because blocks from tiers are verified
+in any case. ``always`` verifies blocks in RAM, too. ``tiers`` and ``never`` both leave blocks in RAM
+unverified."""
 POLICIES_MODULE = "kvoffload.integrations.vllm.policies"
 _SPEC, _SPEC_MODULE = "KVOffloadSpec", "kvoffload.integrations.vllm"
 _Threshold: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -61,8 +62,8 @@ class AuditOptions:
     """Options of the audit of stored blocks: ``{"share": 0.001, "first": 64}`` or ``share=0.001,first=64``.
 
     Attributes:
-        share: fraction of the requests with hits that are audited, from 0 to 1.
-        first: number of requests with hits, from the engine's start on, that are audited in any case.
+        share: a fraction from 0 to 1. With 0.001, one in 1,000 requests that have hits is audited.
+        first: a number N. The first N requests with hits after the engine's start are audited in any case.
         on_difference: reaction to a block that differs. ``count``: only count the block. ``drop``: also
             discard the block. ``stop``: also stop offloading until the cache is reset.
     """
@@ -105,7 +106,7 @@ class RecordOptions:
 
     Attributes:
         path: absolute path of the file for a trace of the engine's requests (`record.Recorder`).
-        calls: True to record also the calls of RAM's manager, in ``NAME.calls``
+        calls: True to record also the calls of methods of RAM's manager, in a second file ``NAME.calls``
             (`calls.recorder.CallRecorder`).
     """
 
@@ -150,7 +151,7 @@ class VLLMOptions:
         admission: name and parameters of an admission rule.
         store: ``on-compute`` or ``on-device-eviction``.
         verify: ``always``, ``tiers`` or ``never``. None: ``always`` for a shared pool, otherwise ``tiers``.
-        prompt_only: True to store only blocks of the prompt. True is also vLLM's default.
+        prompt_only: True to store only blocks of the prompt. True is the default, as in vLLM.
         blocks_per_chunk: number of engine blocks in a block of kvoffload; None if not given.
             `EngineFacts.blocks_per_chunk` is the value that the engine uses.
         tokens_per_chunk: number of tokens in a block of kvoffload (option ``block_size``), as an alternative
@@ -162,14 +163,15 @@ class VLLMOptions:
             not read when computing the blocks would be faster.
         audit: options of the audit, which compares stored blocks with computed blocks; None: no audit.
             Audited requests are computed although RAM holds their blocks.
-        record: a trace of the engine's requests, and the calls of RAM's manager; None: no recording.
+        record: the file in which the engine's requests are recorded as a trace, and the option to record the
+            calls of RAM's manager, too. None: no recording.
         record_max_bytes: size limit of the trace, and a separate limit of the same size for the calls.
         live_settings: absolute path of a JSON file with options that can change while the engine runs; None:
             no file.
         tenants: quotas of tenants in bytes of RAM and of tiers; None: no quotas.
         what_if: settings of RAM whose hit ratios are estimated on a sample of the blocks.
-        what_if_sample: the sample has one of this many blocks. None: the default, which is one of 192 for
-            blocks of 16 tokens.
+        what_if_sample: the sample of `what_if` holds one block in this many. None: the default, one in 192
+            for blocks of 16 tokens.
     """
 
     ram: Ram
@@ -220,7 +222,7 @@ _WHY = {
     "secondary_tiers": "; give the tiers behind RAM as tiers",
     "canonical_layout": "; blocks keep the engine's layout",
 }
-"""Mapping: option of vLLM's own specifications -> end of the message for a value that is not allowed."""
+"""Mapping: vLLM option with one allowed value -> end of the message that refuses other values."""
 
 _READ_BY_VLLM = ("sync_load_budget_bytes", "enable_telemetry", "tier_poll_interval_s", "backpressure")
 """Options of vLLM's own connector and tiers, of any version. We accept and ignore them."""
@@ -233,11 +235,11 @@ NAMES = tuple(sorted({*option_names(VLLMOptions), *VLLMS_NAMES, *_ALSO_KNOWN}))
 def parse_options(extra_config: Mapping[str, Any]) -> VLLMOptions:
     """Parse and check the options in ``kv_connector_extra_config``, under vLLM's names or ours.
 
-    Numbers may be text, sizes may have a unit, and switches are true or false. If an option is given under
-    both names, the values must be equal.
+    A number may be given as text, a size may have a unit, and a switch must be true or false. If an option is
+    given under both names, the values must be equal.
 
-    Raises: `CombinedConfigError` with all problems. For each problem it has the option, the value, and the
-    allowed values or the most similar option name.
+    Raises: `CombinedConfigError` with all problems. For each problem, its message has the option, the value,
+    and the allowed values or the most similar option name.
     """
     given = gathered(extra_config, OF_ENGINES, VLLMS_NAMES)
     problems = [

@@ -49,27 +49,28 @@ SCHEDULER = 0
 _PREFIX, _MAGIC = "kvoffload-", 0x6B766F66_00000003
 _PAGE = mmap.PAGESIZE
 _MAGIC_AT, _SLOTS, _PART_BYTES, _PARTS, _MEMBERS, _HAS_FAILED, _IS_ALLOCATED, _FIRST_MEMBER = range(8)
-"""Positions of words in the header.
+"""Positions of words in the pool's header.
 
 From `_FIRST_MEMBER` on, each process has a word: 0 until the process attaches, then pid and state bits.
 """
 _IS_READY, _HAS_NO_MEMORY = np.uint64(1 << 62), np.uint64(1 << 63)
 _POLL_S = 0.02
 EQUAL, CLOSE, UNJUDGED, DIFFERENT = 1, 2, 3, 4
-"""Results of an audit of a block, the most serious last. 0 means that the block was not compared."""
+"""Results of an audit of a block, the most serious last: equal, a difference like a rounding error, not
+comparable because the types of values are mixed, different. 0 means that the block was not compared."""
 FINDING = np.dtype(
     [("result", np.uint8), ("group", np.uint8), ("tensor", np.uint16), ("difference", np.float32)]
 )
-"""Record of a block's audit: the result, the largest difference, and the KV group and tensor where it is."""
+"""Record of a block's audit: the result, the largest difference, and the KV group and tensor that have it."""
 
 
 class SharedPool:
     """Slots of blocks in shared memory, with checksums and marks of failed copies.
 
-    A slot has a *part* for each worker, which only this worker writes. If all workers hold the same bytes
-    (MLA under tensor parallelism), a slot has a single part, which one worker writes and all workers read.
-    The first process to attach creates the pool and sets the geometry. Later processes must use the same
-    geometry.
+    A slot consists of *parts*. Each worker has one part, and only this worker writes it. If all workers hold
+    the same bytes (MLA under tensor parallelism), a slot has a single part, which one worker writes and all
+    workers read. The first process to attach creates the pool and sets the geometry. Later processes must use
+    the same geometry.
 
     Attributes:
         num_slots, num_parts, part_bytes: geometry.
@@ -274,8 +275,8 @@ class SharedPool:
         Args:
             part: number of the worker.
             slots: slots of the blocks.
-            digests: digests of the blocks' keys. They seed the checksums, so that `verify` detects a block
-                in a wrong slot.
+            digests: digests of the blocks' keys. The digests seed the checksums, so that `verify` detects a
+                block in a wrong slot.
         """
         self.checksums[part, slots] = self._compute(part, slots, digests)
 
@@ -287,7 +288,7 @@ class SharedPool:
         return sound
 
     def fail(self, part: int, slots: npt.NDArray[np.int32]) -> None:
-        """Mark slots as failed: the worker of this part could not copy them."""
+        """Mark the slots that the worker of this part could not copy."""
         if len(slots):
             self.failed[part, slots] = 1
             self._header[_HAS_FAILED] = 1
@@ -449,7 +450,7 @@ def promised_bytes(directory: Path) -> int:
 
 
 def _remove_abandoned(directory: Path) -> None:
-    """Remove the files of pools without an attached process. Such files are not locked."""
+    """Remove the files of pools without an attached process. These files are known by their missing lock."""
     for path in directory.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

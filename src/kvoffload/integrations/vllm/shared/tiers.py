@@ -38,7 +38,7 @@ _SLOT_LAYOUT = 1
 
 @dataclass(frozen=True)
 class Producer:
-    """The engine that computes the blocks of its tiers.
+    """The engine that computes the blocks in its tiers, described by everything that changes a block's bytes.
 
     Attributes:
         identity: see `EngineFacts.identity`.

@@ -19,7 +19,7 @@ from kvoffload.transfer.engine import as_blocks
 
 
 class Copied(NamedTuple):
-    """The result of a job. All bytes have arrived if `error` is None."""
+    """The result of a copy job. If `error` is None, all bytes have arrived."""
 
     job: int
     num_bytes: int
@@ -28,9 +28,12 @@ class Copied(NamedTuple):
 
 
 class Copies(Protocol):
-    """Copies the blocks of jobs. Jobs of one direction end in the order of their submission.
+    """Copies blocks between the engine's tensors and the pool, in jobs.
 
-    Thread: call all methods on one thread. If `store` or `load` raises, the job has not begun.
+    Two stores, or two loads, end in the order of their submission. If `store` or `load` raises, the job has
+    not begun.
+
+    Thread: call all methods on one thread.
     """
 
     def store(self, job: int, engine: Any, slots: SlotsSpec) -> None:
@@ -55,7 +58,7 @@ class Copies(Protocol):
 
 
 class HostCopies:
-    """Copies of tensors in host memory, on one thread, while the engine's step continues.
+    """Copies to and from tensors in host memory. One thread copies, while the engine's step continues.
 
     Attributes:
         layout: offsets of the tensors in a slot, and the regions of each group.

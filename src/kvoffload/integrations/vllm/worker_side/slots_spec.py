@@ -1,4 +1,5 @@
-"""The scheduler's message to a worker: slots and digests of a transfer. Does not know keys."""
+"""The message from the scheduler to a worker, with the slots and digests of a transfer. Does not know
+keys."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ class SlotsSpec(CPULoadStoreSpec):
     Attributes:
         block_ids: slots, int32; -1 for an absent block.
         digests: digests of the keys, if the transfer stores blocks with checksums; otherwise None.
-        num_slots: number of slots of each KV group that has slots, in order of the groups. Only if the
-            transfer stores blocks, and a slot holds several engine blocks; otherwise None.
+        num_slots: for each KV group that has slots, in order, the number of its slots. None if the transfer
+            loads blocks, or if a slot holds a single engine block.
         audited: mask of the slots that the worker must compare with the engine's blocks instead of writing
             them. None: the worker writes all slots.
     """
@@ -95,9 +96,9 @@ def audited_apart(
 def _subset(
     engine: Any, slots: SlotsSpec, kept: Mask, blocks_per_chunk: int, slots_per_group: list[int]
 ) -> tuple[Any, SlotsSpec]:
-    """Return the part of a transfer whose chunks have `kept` True: the engine's blocks, and the slots.
+    """Return the engine's blocks and the slots of the chunks that the mask `kept` selects.
 
-    These chunks must be complete.
+    The selected chunks must be complete.
     """
     blocks = np.asarray(engine.block_ids)
     # A group with incomplete chunks may have no whole number of chunks, so all its blocks are removed.

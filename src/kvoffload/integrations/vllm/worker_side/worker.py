@@ -154,7 +154,7 @@ class KVOffloadWorker(OffloadingWorker):
                 self._drop(job)
 
     def _wait_for_audit(self, job: _Job) -> None:
-        """Wait for the audit. Discard its findings if fences come late: blocks may have changed."""
+        """Wait for the audit. If fences come late, discard the findings, because blocks may have changed."""
         if job.auditing is not None and not job.auditing.done():
             job.auditing.exception()
             if self.fences_come_late:
@@ -225,7 +225,7 @@ class KVOffloadWorker(OffloadingWorker):
         job.result = result
 
     def _drop(self, job: _Job) -> None:
-        """Mark the slots of a store that may have read changed blocks. The scheduler discards the blocks."""
+        """Make the scheduler discard a store's blocks, which may have changed while they were copied."""
         self.num_overwritten += 1
         self._pool.fail(self._part, job.slots.block_ids)
 
