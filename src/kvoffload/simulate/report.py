@@ -97,8 +97,8 @@ class TimedTierReport(msgspec.Struct, frozen=True, kw_only=True):
         written, evicted: blocks written to the tier, and blocks evicted from it. Blocks written to RAM
             include promotions.
         not_offered: for RAM, blocks that were not stored because all slots were in use. For a tier behind
-            RAM, blocks that RAM evicted before they could be offered to the tiers; all tiers behind RAM
-            report the same sum.
+            RAM, blocks that RAM evicted before a tier could write them; all tiers behind RAM report the same
+            sum.
         keeps_up: True if the tier writes fast enough: at most 30 s of writes were queued when the last
             request ended, and, for a tier behind RAM, `not_offered` is 0.
     """

@@ -1,6 +1,6 @@
-"""Dask cluster as workers of a sweep. Only this module imports `distributed`.
+"""Runs the replays of a sweep on a Dask cluster. Only this module imports `distributed`.
 
-Each trace is sent to the workers once. Workers need this package, but no files of this machine.
+Each trace is sent to the cluster's workers once. Workers need this package, but no files of this machine.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from kvoffload.sweep.task import Task, TraceSource, attempt_with, code_digest, l
 from kvoffload.sweep.workers import Results
 
 _TIMEOUT_S = 5
-"""Time limit in seconds for two waits: until the scheduler answers, and until it has a worker."""
+"""Time limit, in seconds, for each of two waits: until the scheduler answers, and until it has a worker."""
 
 
 class ClusterWorkers:
-    """Workers of a running scheduler.
+    """Workers of a Dask cluster whose scheduler is running.
 
-    The constructor connects to the scheduler and checks that all workers run the code of this process. Raises
-    `ConfigError` in three cases: the scheduler does not answer within `timeout_s`, it has no workers, or a
-    worker runs other code.
+    The constructor connects to the scheduler and checks that all workers run the same code as this process.
+    It raises `ConfigError` if the package `distributed` is missing, if the scheduler does not answer within
+    `timeout_s`, if the scheduler has no workers, or if a worker runs other code.
     """
 
     def __init__(self, address: str, timeout_s: float = _TIMEOUT_S, digest: str | None = None) -> None:
@@ -76,7 +76,7 @@ class ClusterWorkers:
             self._client.cancel(list(futures))
 
     def close(self) -> None:
-        """Disconnect; the cluster keeps running."""
+        """Disconnect from the cluster, which keeps running."""
         self._client.close()
 
     def _check(self, address: str) -> None:
@@ -94,6 +94,6 @@ class ClusterWorkers:
 
 
 async def _check_connection(address: str, timeout_s: float) -> None:
-    """Connect, complete the handshake and disconnect. Raises any error of the connection."""
+    """Connect to the scheduler, complete the handshake and disconnect. Raises the connection's errors."""
     comm: Any = importlib.import_module("distributed.comm")
     (await comm.connect(address, timeout=timeout_s)).abort()

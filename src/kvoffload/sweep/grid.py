@@ -1,6 +1,6 @@
 """Grid of a sweep: all combinations of policies, admission rules, store modes and sizes.
 
-Defines the grammar of the axes and the order of the combinations. Replays nothing.
+Defines how users type the values of the axes, and the order of the combinations. Replays nothing.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _DEFAULTS = ReplayConfig(1)
 
 @dataclass(frozen=True)
 class Point:
-    """A replay of a sweep: its configuration, and its sizes as the user typed them.
+    """One combination of a sweep: the configuration of a replay, with the sizes that the user typed.
 
     Attributes:
-        trace: index of the trace in the sweep.
-        config: caches and assumptions of the replay.
-        capacity, device, tiers: sizes of RAM, device and tiers as typed.
+        trace: index of the trace among the sweep's traces.
+        config: configuration of the replay, with sizes in blocks.
+        capacity, device, tiers: sizes of RAM, device cache and tiers as the user typed them.
     """
 
     trace: int
@@ -61,22 +61,24 @@ class Point:
 
 @dataclass(frozen=True)
 class Grid:
-    """Axes of a sweep, as typed.
+    """Axes of a sweep: for each option, the values to combine, as the user typed them.
 
     Attributes:
-        policies: names, or ``module:Class``.
-        admissions: ``all``, ``reuse:2``, ...
-        capacities: capacities of RAM: ``5000``, ``5%`` (of a trace's unique blocks), ``4GiB``.
-        devices: capacities of the LRU device cache. Written like capacities of RAM, or as a multiple of RAM's
-            capacity, such as ``0.5x``; ``0``: no device cache.
+        policies: names of policies, or ``module:Class``.
+        admissions: names of admission rules, such as ``all`` or ``reuse:2``.
+        capacities: capacities of RAM, such as ``5000`` blocks, ``5%`` of a trace's unique blocks, or
+            ``4GiB``.
+        devices: capacities of the LRU device cache, written like capacities of RAM or as a multiple of RAM's
+            capacity, such as ``0.5x``. ``0``: no device cache.
         stores: store modes (`STORES`).
         tiers: simulated tiers behind RAM: ``none``, ``10%``, ``10%,policy=hazard``, ``1%+10%`` (two levels).
-        block_bytes: bytes of a block, for sizes such as ``4GiB``; None if unknown.
-        common: configuration of all replays. The axes replace its caches. Its assumptions remain: decode
-            speed, queue, instances, routing.
-        shared_ram: values to try. False: each instance has its own RAM. True: all instances share one pool.
+        block_bytes: bytes of a block, needed for sizes such as ``4GiB``; None if unknown.
+        common: configuration for all replays. Only its assumptions (decode speed, queue, instances, routing)
+            are used; its caches are replaced by values of the axes.
+        shared_ram: values of `ReplayConfig.shared_ram` to try. False: each instance has its own RAM. True:
+            all instances share one pool.
 
-    Raises: `ConfigError` that lists all problems.
+    Raises: `ConfigError` if values are wrong or incompatible; the error lists all wrong values.
     """
 
     policies: tuple[str, ...]
@@ -117,14 +119,14 @@ class Grid:
             self._check_tiers(tiers)
 
     def points(self, trace: int, unique_blocks: int) -> tuple[list[Point], list[str]]:
-        """Return the points of one trace, and the reason for each combination that is left out.
+        """Return the combinations to replay for one trace, and a reason for each one that is left out.
 
         Args:
-            trace: index of the trace in the sweep.
+            trace: index of the trace among the sweep's traces.
             unique_blocks: number of unique blocks in the trace.
 
-        Points are ordered by device, capacity, tiers, shared RAM, store, policy and rule; the rule varies
-        fastest. Raises `ConfigError` for a size below one block of this trace.
+        Points are ordered by device, capacity, tiers, shared RAM, store, policy and admission rule, which
+        varies fastest. Raises `ConfigError` if a size is smaller than one block of this trace.
         """
         points, left_out = [], []
         for device, capacity, capacity_blocks, device_blocks in self._sizes(unique_blocks):
@@ -164,9 +166,9 @@ class Grid:
                 raise ConfigError("tiers", tiers, reason.args[0])
 
     def _sizes(self, unique_blocks: int) -> list[tuple[str, str, int, int]]:
-        """List all pairs of a device size and a RAM size.
+        """Return all pairs of a device size and a RAM size.
 
-        A pair is (device as typed, RAM as typed, RAM in blocks, device in blocks).
+        Each is a tuple: device as typed, RAM as typed, RAM in blocks, device in blocks.
         """
         sizes = []
         for device in self.devices:
@@ -179,13 +181,13 @@ class Grid:
 
 @functools.cache
 def policy_class(policy: str) -> type[EvictionPolicy]:
-    """Find the class of a policy, once per process. Raises `ConfigError`."""
+    """Return the class of a policy, which is found only once per process. Raises `ConfigError` if unknown."""
     return POLICIES.find(policy)
 
 
 @functools.cache
 def incompatible(policy: str, admission: str) -> ConfigError | None:
-    """Return the error if a policy and an admission rule are incompatible, else None."""
+    """Return an error if a manager cannot have this policy with this admission rule, otherwise None."""
     try:
         cls = policy_class(policy)
         OffloadingManager(_A_FEW_BLOCKS, key_bytes=KEY_BYTES, policy=cls, admission=admission)
@@ -198,18 +200,20 @@ def incompatible(policy: str, admission: str) -> ConfigError | None:
 
 
 def _require_one(reasons: list[ConfigError | None]) -> None:
-    """Raise the first of `reasons` if none of them is None.
+    """Check that a value of one axis is compatible with at least one value of another axis.
 
-    `reasons`: for each value of an axis, why it is incompatible with a value of another axis, or None.
+    `reasons` has an entry for each value of the other axis: the error if both are incompatible, otherwise
+    None. If no entry is None, raises the first error.
     """
     if reasons[0] is not None and all(reasons):
         raise reasons[0]
 
 
 def axis(field: str, text: str) -> tuple[str, ...]:
-    """Parse a list such as ``lru,arc``. Duplicates are dropped. Raises `ConfigError` for an empty item.
+    """Parse the values of an axis, separated by commas: ``lru,arc``. Duplicates are dropped.
 
-    An item with ``=`` is a parameter of the previous item: ``lru,s3fifo,small_share=0.2`` has two values.
+    An item with ``=`` is a parameter of the value before it, so ``lru,s3fifo,small_share=0.2`` has two
+    values. Raises: `ConfigError` for an empty item.
     """
     values: list[str] = []
     for value in text.split(","):
@@ -223,10 +227,7 @@ def axis(field: str, text: str) -> tuple[str, ...]:
 
 
 def content_digest(trace: Trace) -> str:
-    """Compute the SHA-256 of everything in a trace that affects a replay.
-
-    The name of the trace is left out.
-    """
+    """Compute the SHA-256 of everything in a trace that affects a replay, which excludes its name."""
     digest = hashlib.sha256(f"{trace.block_tokens} {trace.skipped_lines}".encode())
     arrays = (trace.block_ids, trace.refs, trace.offsets, trace.timestamps_ms, trace.output_tokens)
     for values in arrays:
@@ -246,14 +247,14 @@ def content_digest(trace: Trace) -> str:
 def _tier_options(text: str, block_bytes: int | None, unique_blocks: int) -> tuple[SizedTierOptions, ...]:
     """Parse tiers such as ``none``, ``10%,policy=arc`` or ``1%,admission=reuse:2+50%``.
 
-    Converts capacities to blocks. Tiers without a capacity are left out.
+    The result has capacities in blocks. Tiers whose options have no capacity are left out.
     """
     sized = (tier for tier in parse_tiers("tiers", text) if isinstance(tier, SizedTierOptions))
     return tuple(tier.in_blocks(block_bytes, unique_blocks) for tier in sized)
 
 
 def device_blocks(text: str, capacity_blocks: int, block_bytes: int | None, unique_blocks: int) -> int:
-    """Parse the size of the device cache and return it in blocks. Raises `ConfigError`."""
+    """Parse the size of the device cache; returns it in blocks. Raises `ConfigError` if it is not allowed."""
     if text == "0":
         return 0
     if times := _TIMES.fullmatch(text):

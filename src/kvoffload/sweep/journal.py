@@ -1,6 +1,6 @@
 """Journal of finished replays, so that an interrupted sweep or plan can continue.
 
-Each finished measurement or timed replay is appended as one line of JSON. Knows no grids or rows.
+Each finished measurement or timed replay is appended as one line of JSON. This module knows no grids or rows.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def journal_path(output: Path) -> Path:
 
 
 class SweepJournal:
-    """The file ``OUTPUT.journal``: measurements and timed replays by key. One process at a time may open it.
+    """The file ``OUTPUT.journal``, which has the results of measurements and timed replays by key.
 
-    Lines that cannot be decoded are ignored. Examples: an incomplete last line after a ``kill -9``, and a
-    line that another version has written. Appended lines survive a ``kill -9`` at any time, but not a crash
-    of the machine.
+    Only one process at a time may open the file. Lines that cannot be decoded are ignored, such as an
+    incomplete last line after a ``kill -9``, or a line that another version has written. Appended lines
+    survive a ``kill -9`` at any time, but may be lost in a crash of the machine.
 
     Attributes:
-        measurements, timed: contents of the file when it was opened, by key.
+        measurements, timed: results by key, as they were in the file when it was opened.
 
     Raises: `ConfigError` if the file cannot be written, or if another process has it open.
     """

@@ -1,6 +1,7 @@
-"""Runs each replay once and reuses results in the journal.
+"""Runs the replays of a sweep or plan, each only once, and reuses results from the journal.
 
-Computes the keys of measurements, and reports the progress. Knows points and traces, but not their purpose.
+Computes the cache keys of results, and reports the progress. Knows points and traces, but not the purpose for
+which they are measured.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from kvoffload.sweep.task import Failure, Measurement, Task, TraceSource, code_d
 from kvoffload.sweep.workers import LocalWorkers, Workers
 
 _FORMAT = 2
-"""Version of the format of a measurement in the journal. An entry with another version is not used."""
+"""Format version of measurements in the journal. A measurement with another version is not reused."""
 _TIER_WORK = 2
-"""Time that each tier behind RAM adds to a replay, as a multiple of the time that RAM alone takes."""
+"""Estimate: each tier behind RAM adds this many times the duration of a replay with RAM alone."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,11 @@ class Progress:
     """Progress of a sweep or a plan.
 
     Attributes:
-        rows_done: number of combinations that have a result.
-        rows: number of all combinations.
+        rows_done: number of combinations that already have a result.
+        rows: total number of combinations.
         refs_done: number of block references that this run has replayed so far.
         refs: number of block references that this run will replay in total.
-        of: noun for the combinations in messages: ``rows``, or ``timed replays``.
+        of: noun that messages use for the combinations: ``rows`` or ``timed replays``.
     """
 
     rows_done: int = 0
@@ -55,7 +56,10 @@ OnProgress = Callable[[Progress], None]
 
 
 def swept(source: TraceSource) -> SweptTrace:
-    """Read a trace and summarise it. Raises the errors of `load`, and `ConfigError` for an empty trace."""
+    """Read a trace, and return the facts that a sweep needs about it.
+
+    Raises: the errors of `load`, and `ConfigError` for an empty trace.
+    """
     trace = load(source)
     trace.check_blocks(source.name_or_path)
     refs = window_sums(np.diff(trace.offsets), WINDOWS)
@@ -70,13 +74,16 @@ class Work:
     """Options of a sweep or plan: workers, output and confidence intervals.
 
     Attributes:
-        output: a ``.csv``, ``.json`` or ``.parquet`` file; None: no output and no journal.
-        force: replace an existing output.
-        jobs: number of worker processes; None: one per CPU.
-        scheduler: address of a Dask scheduler. Its workers run the replays, instead of local processes.
-        seed, resamples: parameters of the confidence intervals.
+        output: path of the output file, which ends in ``.csv``, ``.json`` or ``.parquet``. None: no output
+            file and no journal.
+        force: True to replace an existing output file.
+        jobs: number of local worker processes; None: one per CPU.
+        scheduler: address of a Dask scheduler, whose workers then run the replays. None: local processes run
+            them.
+        seed, resamples: seed and number of the random draws for confidence intervals (`Resamples`).
 
-    Raises: `ConfigError`.
+    Raises: `ConfigError` if an option is not allowed, or if the output file exists and `force` is not set. An
+    existing output file with a journal is accepted, because an interrupted command may continue.
     """
 
     output: Path | None = None
@@ -99,15 +106,15 @@ class Work:
 
     @property
     def journal_path(self) -> Path | None:
-        """Path of the journal; None without an output."""
+        """Path of the journal; None if there is no output file."""
         return journal_path(self.output) if self.output else None
 
     @contextlib.contextmanager
     def begun(self) -> Iterator[tuple[Workers, SweepJournal | None]]:
-        """Context manager that starts the workers and, if there is an output, opens the journal.
+        """Context manager that starts the workers and, if there is an output file, opens the journal.
 
-        Both are closed at the end. Raises: `ConfigError` if the output cannot be written, or if the scheduler
-        does not answer.
+        At the end the workers and the journal are closed. Raises: `ConfigError` if the journal cannot be
+        written, or if the Dask scheduler does not answer.
         """
         with contextlib.ExitStack() as stack:
             journal = None
@@ -131,14 +138,14 @@ class Work:
 
 
 class Measuring:
-    """Measurements of points, cached in memory and in the journal.
+    """Measures points (combinations of a sweep), and caches the results in memory and in the journal.
 
     Args:
-        traces: traces, indexed by `Point.trace`.
-        journal: journal of measurements; None to cache measurements in memory only.
+        traces: the traces of the sweep or plan; `Point.trace` is an index in this list.
+        journal: the journal. None: results are cached in memory only.
 
     Attributes:
-        progress: progress of the last call of `measure`, also after an interruption.
+        progress: progress of the last call of `measure`; readable also after the call was interrupted.
         from_journal: number of points whose measurement was read from the journal.
     """
 
@@ -153,7 +160,7 @@ class Measuring:
     def measure(
         self, points: Sequence[Point], on_progress: OnProgress = lambda progress: None
     ) -> list[Measurement]:
-        """Return the measurement of each point, in the order of `points`.
+        """Return the measurement of each point, in the order of `points`. Runs the replays without a result.
 
         Raises `SweepError` if a replay fails.
         """
@@ -194,14 +201,15 @@ class Measuring:
         return Task(number, trace.source, point.config, trace.block_refs)
 
     def _estimated_work(self, point: Point) -> int:
-        """Estimate the time of a replay. A replay of one block reference through RAM alone takes the time 1.
+        """Estimate the duration of a replay. The unit is the time for one block reference through RAM alone.
 
-        The longest replays start first, so that all workers end at about the same time.
+        The estimates serve to start the longest replays first, so that all workers end at about the same
+        time.
         """
         return self._traces[point.trace].block_refs * (1 + _TIER_WORK * len(point.config.tiers))
 
     def _key(self, point: Point) -> str:
-        """Cache key: a hash of everything that the measurement depends on."""
+        """Return the cache key of a measurement: a hash of everything that the measurement depends on."""
         source, config = self._traces[point.trace].source, point.config
         parts = [_FORMAT, WINDOWS, source.digest, code_digests(config), config]
         return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()

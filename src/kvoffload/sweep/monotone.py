@@ -1,6 +1,7 @@
-"""Finds losses: configurations that have fewer hits with some size of RAM than with the next smaller size.
+"""Finds losses: measurements in which a configuration has fewer hits with more RAM.
 
-Writes the sentence about losses for sweeps and plans. Replays nothing.
+Each size of RAM is compared with the next smaller size. The module also writes the sentence that reports
+losses to users of sweeps and plans. Replays nothing.
 """
 
 from __future__ import annotations
@@ -13,19 +14,20 @@ from kvoffload.sweep.table import Row
 from kvoffload.text import percent
 
 _MOST_LOST = 0.005
-"""Losses of at most half a percentage point are not reported."""
+"""Losses of up to this hit ratio, half a percentage point, are not reported."""
 _NAMED = 2
-"""Largest number of losses that the sentence names; further losses are counted."""
+"""The sentence describes at most this many losses, and gives only the number of the others."""
 
 
 class Measured(NamedTuple):
-    """Hits of one configuration with one size of RAM.
+    """Measured hit ratio of one configuration with one size of RAM.
 
     Attributes:
-        configuration: everything except the size of RAM. Measurements of equal configurations are compared.
-        name: the configuration in words.
-        ram: size of RAM, in any unit.
-        size: the size of RAM in words.
+        configuration: the configuration without the size of RAM. Only measurements with equal configurations
+            are compared with each other.
+        name: the configuration in words, for the sentence.
+        ram: size of RAM, in the same unit for all measurements.
+        size: size of RAM in words, for the sentence.
         share: the prefix-hit ratio.
     """
 
@@ -37,7 +39,10 @@ class Measured(NamedTuple):
 
 
 def less_with_more(measured: Iterable[Measured]) -> list[str]:
-    """Describe the losses in one sentence, the largest loss first. Returns [] if there is no loss."""
+    """Return a text that describes the losses, the largest first, as the only item of a list.
+
+    The list is empty if there is no loss.
+    """
     curves: dict[Hashable, list[Measured]] = {}
     for point in sorted(measured, key=lambda point: point.ram):
         curves.setdefault(point.configuration, []).append(point)
@@ -60,7 +65,7 @@ def less_with_more(measured: Iterable[Measured]) -> list[str]:
 
 
 def losses_of(rows: Sequence[Row]) -> list[str]:
-    """Return `less_with_more` for the rows of a sweep."""
+    """Describe the losses among the rows of a sweep, as `less_with_more` does."""
     has_stores = len({row.store for row in rows}) > 1
     has_traces = len({row.trace for row in rows}) > 1
 

@@ -1,6 +1,7 @@
-"""Files of rows in CSV, JSON or Parquet. The suffix determines the format. Equal rows give equal bytes.
+"""Output files with rows, in CSV, JSON or Parquet. Equal rows give files with equal bytes.
 
-A row is a struct; nested structs are flattened to columns. Does not know the meaning of rows.
+The suffix of the file determines the format. A row is a struct; the fields of a nested struct become columns,
+too. This module does not know the meaning of rows.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from kvoffload.settings.read import without_none
 
 
 class RowsFile:
-    """Output file, written atomically.
+    """An output file with rows, which is written atomically.
 
-    Raises: `ConfigError` for an unknown suffix, a path that is no regular file, or Parquet without pyarrow.
+    Raises: `ConfigError` if the suffix is unknown, if the path exists but is no regular file, or if the
+    format is Parquet and pyarrow is not installed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,7 +41,7 @@ class RowsFile:
         self.path, self._encode = path, writers[path.suffix]
 
     def write(self, rows: Sequence[msgspec.Struct]) -> None:
-        """Write these rows, which must be of one class, and replace the file atomically.
+        """Write the file with these rows, which must be of one class. Replaces an existing file atomically.
 
         Raises `ConfigError` if the file cannot be written.
         """
@@ -49,7 +51,7 @@ class RowsFile:
 
 
 def flat(row: msgspec.Struct) -> dict[str, Any]:
-    """Return the columns of a row with their values; nested structs are flattened, in field order."""
+    """Return a dict of a row's columns and their values, in field order, with nested structs flattened."""
     columns: dict[str, Any] = {}
     for name in row.__struct_fields__:
         value = getattr(row, name)
@@ -58,7 +60,7 @@ def flat(row: msgspec.Struct) -> dict[str, Any]:
 
 
 def _types(row: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return a mapping: name of each column -> its type. `row`: the class of the rows."""
+    """Return a dict: name of a column -> its type. `row` is the class of the rows."""
     types: dict[str, Any] = {}
     for field in msgspec.structs.fields(row):
         is_struct = isinstance(field.type, type) and issubclass(field.type, msgspec.Struct)
@@ -67,7 +69,7 @@ def _types(row: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def _csv(rows: Sequence[msgspec.Struct]) -> bytes:
-    """Encode as CSV with a heading. A null becomes an empty field. Numbers have full precision."""
+    """Encode rows as CSV with a heading. None becomes an empty field. Numbers keep their full precision."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     for number, row in enumerate(rows):
@@ -83,12 +85,12 @@ def _in_csv(value: object) -> object:
 
 
 def as_json(rows: Sequence[msgspec.Struct]) -> bytes:
-    """Encode as one JSON array of objects, a line for each row."""
+    """Encode rows as one JSON array, with one line and one object for each row."""
     return b"[\n" + b",\n".join(msgspec.json.encode(flat(row)) for row in rows) + b"\n]\n"
 
 
 def _parquet(rows: Sequence[msgspec.Struct]) -> bytes:
-    """Encode as Parquet, in one row group.
+    """Encode rows as Parquet, in one row group.
 
     Column types come from the class of the rows, so that a column with only nulls also has a type.
     """

@@ -1,7 +1,8 @@
-"""Sweep: replays of traces through all combinations of a grid. Runs in parallel and can be resumed.
+"""Sweep: replays traces with all combinations of a grid. Replays run in parallel, and can be resumed.
 
-Controls the sequence of steps. Neither the number of workers nor an interruption changes the result.
-`sweep.grid` defines the grid, `sweep.measuring` runs the replays, and `sweep.table` defines the columns.
+The result is the same for any number of workers, and with or without an interruption. This module only
+controls the sequence of steps: `sweep.grid` defines the grid, `sweep.measuring` runs the replays, and
+`sweep.table` defines the columns of the result.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ class SweepResult:
     Attributes:
         rows: a row for each combination, in the order of the traces and axes.
         verdicts: a verdict for each scenario (`verdict.Verdict`).
-        left_out: mapping: reason -> number of combinations that were not replayed for this reason.
-        from_journal: number of combinations whose replay an earlier, interrupted run had finished.
-        violations: one line of text for each row with more hits than an optimal or an unlimited cache. Such a
-            row proves a bug of kvoffload.
-        warnings: defects of the recordings that change the results.
+        left_out: the combinations that were not replayed: reason -> number of combinations.
+        from_journal: number of combinations whose replay had been finished by an earlier, interrupted run.
+        violations: a line of text for each row that has more hits than an optimal or an unlimited cache. Such
+            a row proves that kvoffload has a bug.
+        warnings: descriptions of defects in the recordings that change the results.
     """
 
     rows: list[Row]
@@ -44,22 +45,24 @@ class SweepResult:
 
 
 class Sweep:
-    """A sweep: construct it, then call `run` once. Invalid options raise `ConfigError` at construction.
+    """Replays traces with all combinations of a grid. Construct a sweep, then call `run` once.
 
-    If the sweep has an output file, finished replays are written to ``OUTPUT.journal``. After an
-    interruption, a sweep with the same output file reuses the finished replays. A replay is reused only if
-    four things are unchanged: the content of the trace, the configuration, the code of this package, and the
-    code of the policies. The journal is removed when the output file is written.
+    If the sweep has an output file, the results of finished replays are written to ``OUTPUT.journal``. After
+    an interruption, a new sweep with the same output file reuses these results. A result is reused only if
+    the content of the trace, the configuration, the code of this package and the code of the policies are
+    unchanged. The journal is removed when the output file is complete.
 
     Args:
-        traces: files, or names of built-in workloads.
-        grid: the axes.
-        work: workers, output and confidence intervals.
+        traces: paths of files, or names of built-in workloads.
+        grid: the axes of the sweep.
+        work: options for workers, output file and confidence intervals.
         block_tokens, skip_bad_lines, time_unit: arguments of `load_trace`.
-        timings: add a column with the seconds of each replay.
+        timings: True to add a column with the duration of each replay in seconds.
 
     Attributes:
-        progress: progress of the run. It stays readable after an interruption.
+        progress: progress of the run; readable also after an interruption.
+
+    Raises: `ConfigError` if options are invalid.
     """
 
     def __init__(
@@ -89,13 +92,13 @@ class Sweep:
         return self._work.journal_path
 
     def run(self, on_progress: OnProgress = lambda progress: None) -> SweepResult:
-        """Run the replays that the journal does not have, and write the output.
+        """Run the replays whose results are not in the journal, and write the output file.
 
         Raises:
             ConfigError: the output cannot be written, a size is smaller than one block of a trace, or the
                 Dask scheduler does not answer.
             TraceError: a trace cannot be read.
-            SweepError: a replay failed. The journal keeps the replays finished until then.
+            SweepError: a replay failed. The journal keeps the results of replays that were finished before.
         """
         work = self._work
         with work.begun() as (workers, journal):
