@@ -6,9 +6,13 @@ Each side has its own vLLM scheduler and connector, in one process, and the same
 step is `schedule` and `update_from_output`; the model's answers are constant, and transfers end one step
 after their start. The sides take turns, with one round of requests per turn.
 
-*whole*: CPU time of a request in both calls, minus the time without offloading. *manager*: CPU time in calls
-of the offloading manager, from a second scheduler whose manager is timed. Ratios are medians, relative to
-vLLM's LRU in the same round.
+Prints two kinds of tables:
+
+- CPU time of a request with a short answer. *whole*: CPU time of a request in both calls, minus the time
+  without offloading. *manager*: CPU time in calls of the offloading manager, from a second scheduler whose
+  manager is timed. Ratios are medians, relative to vLLM's LRU in the same round.
+- CPU time of a step in which each running request generates one token. *added*: the step's time minus the
+  time without offloading.
 """
 
 from __future__ import annotations
@@ -58,6 +62,7 @@ SIDES: dict[str, dict[str, Any] | None] = {
     "ours": _OURS | {"connector": True},
     "ours, victim": _OURS | {"connector": True, "store": "on-device-eviction"},
 }
+SIMPLE: dict[str, dict[str, Any] | None] = {"vLLM simple, eager": {"simple": True}}
 MANAGER_CALLS = (
     "on_new_request", "lookup", "lookup_prefix", "prepare_load", "touch", "complete_load", "prepare_store",
     "complete_store", "on_request_finished", "take_events", "on_schedule_end", "get_stats",
@@ -88,13 +93,18 @@ TRAFFIC = (
 
 
 class Layout(NamedTuple):
-    """Sizes of a scheduler and of RAM: tokens of a block, of a step and of the longest request; blocks."""
+    """Sizes of a scheduler and of RAM: tokens of a block, of a step and of the longest request; blocks.
+
+    `running`: requests that may run at a time.
+    """
 
     block_tokens: int
     step_tokens: int
     max_model_tokens: int
     gpu_blocks: int
     ram_blocks: int
+    running: int = AT_ONCE
+    answer_tokens: int = ANSWER_TOKENS
 
     @classmethod
     def of(cls, traffic: Traffic) -> Layout:
@@ -130,6 +140,7 @@ class Side:
         whole_s: CPU seconds in calls of the scheduler.
         manager_s: CPU seconds in calls of the offloading manager; 0 without `times_manager`. The clock takes
             about 1 us a call, and vLLM's own manager is called for each block.
+        decode_s: CPU seconds of each step in which all requests that may run generate one token.
         num_stored: blocks copied to RAM.
         num_device_hits, num_ram_hits: prompt tokens.
     """
@@ -143,7 +154,7 @@ class Side:
             skip_tokenizer_init=True,
             block_size=tokens,
             enable_prefix_caching=True,
-            max_num_seqs=AT_ONCE,
+            max_num_seqs=layout.running,
             max_num_batched_tokens=layout.step_tokens,
             max_model_len=layout.max_model_tokens,
             kv_transfer_config=None if options is None else layout.transfer(options),
@@ -161,9 +172,10 @@ class Side:
             block_size=tokens,
             log_stats=True,
         )
-        self._hasher = get_request_block_hasher(tokens, sha256)
+        self._layout, self._hasher = layout, get_request_block_hasher(tokens, sha256)
         self._ended: tuple[dict[int, int], set[str]] = {}, set()
         self.manager_s = self.whole_s = 0.0
+        self.decode_s: list[float] = []
         self.num_stored = self.num_device_hits = self.num_ram_hits = 0
         side = getattr(self._scheduler.connector, "connector_scheduler", None)
         if times_manager and side is not None:
@@ -195,11 +207,14 @@ class Side:
         while self._add(numbered, names, at_once) or self._scheduler.has_requests():
             began = time.thread_time()
             step = self._scheduler.schedule()
-            self.whole_s += time.thread_time() - began
+            step_s = time.thread_time() - began
             answers = self._answers(step)
             began = time.thread_time()
             outputs = self._scheduler.update_from_output(step, answers)
-            self.whole_s += time.thread_time() - began
+            step_s += time.thread_time() - began
+            self.whole_s += step_s
+            if list(step.num_scheduled_tokens.values()) == [1] * self._layout.running:
+                self.decode_s.append(step_s)
             for output in outputs.values():
                 self._count_hits(output.scheduler_stats)
 
@@ -210,7 +225,7 @@ class Side:
             if (following := next(prompts, None)) is None:
                 break
             number, prompt = following
-            sampling = SamplingParams(max_tokens=ANSWER_TOKENS, ignore_eos=True)
+            sampling = SamplingParams(max_tokens=self._layout.answer_tokens, ignore_eos=True)
             name = f"{names}-{number}"
             self._scheduler.add_request(Request(name, prompt, sampling, None, block_hasher=self._hasher))
             has_added = True
@@ -300,13 +315,39 @@ def measure(model: Path, traffic: Traffic, rounds: int, requests: int) -> None:
         print(f"{name:18s} " + "   ".join(cells), flush=True)
 
 
+def measure_answers(model: Path, running: int, prompt_tokens: int, rounds: int) -> None:
+    """Measure steps in which `running` requests generate answers, and print a row for each side."""
+    answer_tokens, block_tokens = 200, 16
+    blocks = running * (prompt_tokens + answer_tokens + 2 * block_tokens) // block_tokens
+    layout = Layout(
+        *(block_tokens, 8192, prompt_tokens + answer_tokens + 64, blocks, blocks), running, answer_tokens
+    )
+    chance = random.Random(11)
+    sides = {name: Side(model, options, layout) for name, options in (SIDES | SIMPLE).items()}
+    steps_us: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(rounds):
+        prompts = [[chance.randrange(1, 1000) for _ in range(prompt_tokens)] for _ in range(running)]
+        for name, side in sides.items():
+            side.decode_s = []
+            side.serve(prompts, f"{number}")
+            steps_us[name].append(1e6 * statistics.median(side.decode_s))
+    print(f"\n{running} requests generate answers, prompts of {prompt_tokens:,}: us a step, {rounds} rounds")
+    base, native = steps_us["no offload"], steps_us[NATIVE]
+    print(f"{'no offload':18s} whole {statistics.median(base):7,.0f}")
+    for name, times in steps_us.items():
+        if name != "no offload":
+            added = [a - b for a, b in zip(times, base, strict=True)]
+            ratio = statistics.median(a / (n - b) for a, n, b in zip(added, native, base, strict=True))
+            print(f"{name:18s} added {statistics.median(added):7,.0f} ({ratio:.2f})", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=16)
-    parser.add_argument("--only", type=int, nargs="*", help="indices of the kinds of traffic, from 0")
+    parser.add_argument("--only", type=int, nargs="*", help="indices of the tables, from 0")
     chosen = parser.parse_args()
     sys.path.insert(0, str(ROOT / "tests"))
     tiny: Any = importlib.import_module("support.vllm_engine")
@@ -316,6 +357,8 @@ def main() -> None:
         for number, traffic in enumerate(TRAFFIC):
             if chosen.only is None or number in chosen.only:
                 measure(model, traffic, chosen.rounds, chosen.requests)
+        if chosen.only is None or len(TRAFFIC) in chosen.only:
+            measure_answers(model, running=128, prompt_tokens=2048, rounds=chosen.rounds)
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ class Setting:
     def step(self) -> dict[int, Any]:
         """End a step; its offers are in `manager.offered`."""
         self.manager.offered.clear()
-        jobs: dict[int, Any] = self.side._build_store_jobs(None)
+        jobs: dict[int, Any] = self.side._build_store_jobs(SimpleNamespace(num_scheduled_tokens={}))
         return jobs
 
 

@@ -129,9 +129,16 @@ BUILT_ON = {
     "OffloadingConnectorScheduler": [
         *("_maximal_prefix_lookup", "_build_store_jobs", "_generate_job_id", "reset_cache"),
     ],
+    "SchedulerOffloadConfig": ["kv_group_configs", "num_workers", "offload_prompt_only"],
     "TransferJobStatus": ["req_id", "pending_count", "keys", "is_store", "fenced_block_ids"],
-    "RequestOffloadState": ["config", "req", "req_context", "offloading_context", "transfer_jobs"],
-    "GroupOffloadConfig": ["group_idx", "tokens_per_block", "requires_cow_source"],
+    "RequestOffloadState": [
+        *("config", "req", "req_context", "offloading_context", "transfer_jobs"),
+        *("group_states", "update_offload_keys"),
+    ],
+    "RequestGroupState": ["offload_keys", "next_stored_chunk_idx"],
+    "GroupOffloadConfig": [
+        *("group_idx", "tokens_per_block", "tokens_per_chunk", "hashes_per_chunk", "requires_cow_source"),
+    ],
     "GPULoadStoreSpec": ["__init__"],
 }
 

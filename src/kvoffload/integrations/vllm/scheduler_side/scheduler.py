@@ -1,14 +1,16 @@
-"""The scheduler side of vLLM's connector, with three changes.
+"""The scheduler side of vLLM's connector, with four changes.
 
 1. A whole prefix is looked up in one call.
 2. The manager is notified when a request arrives, waits and ends.
-3. In the mode ``on-device-eviction`` blocks are stored when the GPU is about to drop them, not when they are
+3. A step examines only the requests that complete a chunk in it.
+4. In the mode ``on-device-eviction`` blocks are stored when the GPU is about to drop them, not when they are
    computed.
 
 This module decides which blocks are offered, and when. kvoffload's manager decides which offered blocks are
 stored. vLLM owns the transfers, and the fences that delay the reuse of blocks until their transfer ends. vLLM
 has no hook for these changes, so the classes override private methods of vLLM (`_maximal_prefix_lookup`,
-`_build_store_jobs`). tests/vllm_interfaces has their signatures in every version of vLLM.
+`_build_store_jobs`), and replace the class of vLLM's request states. tests/vllm_interfaces has the signatures
+in every version of vLLM.
 """
 
 from __future__ import annotations
@@ -41,8 +43,26 @@ NO_REQUEST = ""
 because the ids of vLLM's requests never are."""
 
 
+class RequestState(RequestOffloadState):
+    """vLLM's state of a request, for which a step without a new block is cheap.
+
+    vLLM's own method goes through all block hashes of the request in every step.
+    """
+
+    __slots__ = ()
+
+    def update_offload_keys(self) -> None:
+        """Add the keys of chunks that have become complete."""
+        num_hashes = len(self.req.block_hashes)
+        for group, state in zip(self.config.kv_group_configs, self.group_states, strict=True):
+            if group.hashes_per_chunk * (len(state.offload_keys) + 1) <= num_hashes:
+                super().update_offload_keys()
+                return
+
+
 class KVOffloadScheduler(OffloadingConnectorScheduler):
-    """vLLM's scheduler side with two additions: lookups of whole prefixes, and hints for the manager."""
+    """vLLM's scheduler side with three additions: lookups of whole prefixes, hints for the manager, and steps
+    that skip requests without a new chunk."""
 
     manager: KVOffloadManager
     _uncomputed: Uncomputed | None = None
@@ -69,6 +89,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):
             self.manager.note_adapter(request.request_id)
         super().on_new_request(request)
         status = self._req_status[request.request_id]
+        status.__class__ = RequestState
         status.update_offload_keys()
         self.manager.expect(status.req_context)
 
@@ -116,6 +137,31 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):
         """Pass the finish reason to the manager. vLLM ends the request there later, after its last offer."""
         self.manager.add_hints(request.request_id, finish_hints(request))
         return super().request_finished(request)
+
+    def _build_store_jobs(self, scheduler_output: Any) -> dict[int, Any]:
+        """Return the store jobs of a step.
+
+        Overrides vLLM's method, which examines each scheduled request. While requests generate answers, few
+        of them complete a chunk in a step, so this method hides the others from vLLM's method.
+        """
+        scheduled = scheduler_output.num_scheduled_tokens
+        offering = {name: tokens for name, tokens in scheduled.items() if self._may_offer(name, tokens)}
+        if len(offering) < len(scheduled):
+            scheduler_output = copy(scheduler_output)  # the worker needs the complete dictionary
+            scheduler_output.num_scheduled_tokens = offering
+        return super()._build_store_jobs(scheduler_output)
+
+    def _may_offer(self, request_id: str, step_tokens: int) -> bool:
+        """Return False only if the request has no chunk to offer after a step of `step_tokens` tokens."""
+        status = self._req_status[request_id]
+        most_tokens = status.req.num_computed_tokens + step_tokens
+        if self.config.offload_prompt_only:
+            most_tokens = min(most_tokens, status.req.num_prompt_tokens)
+        for group, state in zip(self.config.kv_group_configs, status.group_states, strict=True):
+            first = state.next_stored_chunk_idx
+            if len(state.offload_keys) > first and most_tokens // group.tokens_per_chunk > first:
+                return True
+        return False
 
     def _maximal_prefix_lookup(
         self, keys: Iterable[bytes], req_context: Any, req: Any, group_config: Any, start_chunk_idx: int
