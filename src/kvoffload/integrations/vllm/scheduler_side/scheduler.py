@@ -139,10 +139,14 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):
         return super().request_finished(request)
 
     def _build_store_jobs(self, scheduler_output: Any) -> dict[int, Any]:
-        """Return the store jobs of a step.
+        """Return the jobs of `store_jobs`. Overrides vLLM's method."""
+        return self.store_jobs(scheduler_output)
 
-        Overrides vLLM's method, which examines each scheduled request. While requests generate answers, few
-        of them complete a chunk in a step, so this method hides the others from vLLM's method.
+    def store_jobs(self, scheduler_output: Any) -> dict[int, Any]:
+        """Return the store jobs of a step, by number.
+
+        vLLM's method examines each scheduled request. While requests generate answers, few of them complete a
+        chunk in a step, so this method hides the others from vLLM's method.
         """
         scheduled = scheduler_output.num_scheduled_tokens
         offering = {name: tokens for name, tokens in scheduled.items() if self._may_offer(name, tokens)}
@@ -232,12 +236,12 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
         self._must_rescan = True
         super().update_state_after_alloc(request, *arguments)
 
-    def _build_store_jobs(self, scheduler_output: Any) -> dict[int, Any]:
-        """Return the store jobs of a step. Overrides vLLM's method, which stores newly computed blocks."""
+    def store_jobs(self, scheduler_output: Any) -> dict[int, Any]:
+        """Return the store jobs of a step: blocks that the GPU is about to drop."""
         self._process_drops()
         at_once: dict[int, Any] = {}
         if self._pool.get_num_free_blocks() < self.window.size:
-            at_once = super()._build_store_jobs(scheduler_output)
+            at_once = super().store_jobs(scheduler_output)
         return at_once | self._store_next_victims()
 
     def _on_drop(self, number: int, key: Any) -> None:
