@@ -102,6 +102,13 @@ def test_a_replica_is_no_tier(tmp_path: Path, server: Server) -> None:
         assert any(line.startswith("SET: READONLY") for line in report["refused"])
 
 
+def test_a_node_of_a_cluster_is_no_single_server(cluster: Cluster) -> None:
+    for node in cluster.servers:
+        for command in ("ping", "inspect"):
+            line = one_line(kvoffload("tier", command, f"{node.url}/ns"))
+            assert "it is a node of a cluster: use valkey+cluster:// (CROSSSLOT" in line
+
+
 def test_missing_rights_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running(tmp_path) as server:
         rights = "on >hunter2 ~kvo1:team-a:* +get +set +exists +del"

@@ -31,6 +31,7 @@ from kvoffload.tiers.valkey.cluster_map import Address
 from kvoffload.tiers.valkey.inspection import (
     NamespaceReport,
     ServerReport,
+    check_single,
     inspect_namespace,
     inspect_server,
     nodes_of,
@@ -195,6 +196,8 @@ def _connected(
     for address, division in nodes.items():
         connection = connect(address, until)
         stack.callback(connection.close)
+        if not server_url.is_cluster:
+            check_single(connection, server_url.namespace, until)
         connections.append((address, division, connection))
     return connections
 
@@ -208,7 +211,7 @@ def _in_one_line(options: ValkeyOptions, server_url: ServerURL) -> Iterator[None
     except ConfigError:
         raise
     except ServerError as error:
-        raise ConfigError("tier", str(server_url), str(error)) from None
+        raise ConfigError("tier", str(server_url), options.refusal(error) or str(error)) from None
     except (OSError, KVOffloadError) as error:
         if (refusal := options.refusal(error)) is not None:
             raise ConfigError("tier", str(server_url), refusal) from None

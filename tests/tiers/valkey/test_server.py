@@ -568,6 +568,16 @@ def test_node_of_a_cluster_is_refused(tmp_path: Path, make: Callable[..., Client
         make(server)
 
 
+def test_node_with_the_slot_of_the_epoch_is_refused(tmp_path: Path, make: Callable[..., Client]) -> None:
+    """Otherwise a node of a cluster is accepted by chance, and refuses most blocks later."""
+    with running(tmp_path, "--cluster-enabled", "yes") as server:
+        assert server.execute("CLUSTER", "ADDSLOTSRANGE", "0", "16383") == b"OK"
+        while b"cluster_state:ok" not in server.execute("CLUSTER", "INFO"):
+            time.sleep(0.01)
+        with refusal(r"use valkey\+cluster://.*CROSSSLOT"):
+            make(server)
+
+
 @pytest.mark.parametrize(
     ("username", "password", "message"),
     [("", "wrong", "WRONGPASS"), ("nobody", "hunter2", "WRONGPASS"), ("", "", "NOAUTH")],

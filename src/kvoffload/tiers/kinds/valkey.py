@@ -31,8 +31,6 @@ _NUM_THREADS = 2
 receives. Each node of a cluster has only one thread for each type."""
 _REFUSALS = {"WRONGPASS", "NOAUTH", "NOPERM", "ERR"}
 """Codes of permanent errors."""
-_CLUSTER_CODES = {"MOVED", "CLUSTERDOWN"}
-"""Error codes that only nodes of a cluster send."""
 
 
 class _URLParser:
@@ -106,7 +104,7 @@ class ValkeyOptions(SharedTierOptions):
             return refusal
         if not isinstance(error, ServerError) or error.is_busy:
             return None
-        if error.code in _CLUSTER_CODES and not parse_url(self.url).is_cluster:
+        if error.is_of_cluster and not parse_url(self.url).is_cluster:
             return f"it is a node of a cluster: use valkey+cluster:// ({error})"
         return str(error) if error.code in _REFUSALS else None
 

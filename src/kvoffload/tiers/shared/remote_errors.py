@@ -9,6 +9,7 @@ from kvoffload.tiers.shared.printable import printable
 
 _CODE = re.compile(r"[A-Z][A-Z0-9_]{0,31}")
 _ELSEWHERE = {"MOVED", "ASK", "TRYAGAIN"}
+_OF_CLUSTER = {"MOVED", "CLUSTERDOWN", "CROSSSLOT"}
 
 BUSY = "max number of clients reached"
 FULL = "OOM"
@@ -52,6 +53,11 @@ class ServerError(KVOffloadError):
     def is_elsewhere(self) -> bool:
         """True if the error means that another node of the cluster has the block."""
         return self.code in _ELSEWHERE
+
+    @property
+    def is_of_cluster(self) -> bool:
+        """True if only nodes of a cluster reply with this error."""
+        return self.code in _OF_CLUSTER
 
 
 class NotSentError(ConnectionError):

@@ -128,6 +128,18 @@ def nodes_of(seeds: Sequence[Address], connect: Connect, deadline: float) -> dic
     raise error
 
 
+def check_single(connection: Connection, namespace: str, deadline: float) -> None:
+    """Check that a server is no node of a cluster. Raises `ServerError`.
+
+    Any other error reply, such as a missing permission, is ignored.
+    """
+    names = [f"{FORMAT}:{namespace}:{word}".encode() for word in ("ping", "pong")]  # of two hash slots
+    connection.send([command(b"EXISTS", *names)], deadline)
+    answer = connection.answer(deadline)
+    if isinstance(answer, ServerError) and answer.is_of_cluster:
+        raise answer
+
+
 def inspect_server(
     connection: Connection,
     address: Address,

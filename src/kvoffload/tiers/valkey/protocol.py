@@ -358,13 +358,16 @@ def _wait_for_replicas(connection: Connection, exchange: Handshake) -> None:
 
 
 def _rights_commands(epoch_key: bytes) -> bytes:
-    """Return EXISTS and DEL commands on an unused key, which check the user's permissions.
+    """Return EXISTS and DEL commands on unused keys, which check the user's permissions.
 
     If a permission is missing, the handshake fails. Without this check, every probe would fail later, or
     damaged blocks would stay on the server.
+
+    The keys of EXISTS are in two hash slots unless the epoch key has a tag. So a node of a cluster that is
+    used as a single server replies CROSSSLOT, even if the node has the slot of the epoch key.
     """
-    name = epoch_key + b":rights"
-    return command(b"EXISTS", name) + command(b"DEL", name)
+    name, other = epoch_key + b":rights:1", epoch_key + b":rights:2"
+    return command(b"EXISTS", name, other) + command(b"DEL", name)
 
 
 def _check_rights(connection: Connection, deadline: float) -> None:
