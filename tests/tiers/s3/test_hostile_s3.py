@@ -577,3 +577,17 @@ def test_incomplete_response_is_an_error(at: int) -> None:
         assert not connection.is_usable
 
     asyncio.run(exchange())
+
+
+def test_connection_that_is_closed_at_once_is_an_error() -> None:
+    """A proxy without its server accepts connections, and closes them before a request is sent."""
+
+    async def exchange() -> None:
+        connection, wire = HttpConnection(), Wire()
+        connection.connection_made(wire)
+        connection.connection_lost(None)
+        with pytest.raises(ResponseError, match="closed before the request"):
+            await connection.request(b"GET", (), lambda head: Small(2000))
+        assert wire.sent == b""
+
+    asyncio.run(exchange())

@@ -106,8 +106,8 @@ class HttpConnection(asyncio.BufferedProtocol):
 
         Raises: `ResponseError`, `ConnectionError`, and the exceptions of `accept`.
         """
-        assert self._transport is not None
-        assert self.is_usable
+        if not self.is_usable:  # a new connection may end before its first request
+            raise ResponseError("the connection was closed before the request")
         self._begin(is_head, accept)
         self._done = done = self._loop.create_future()
         self.is_usable = False
