@@ -29,25 +29,27 @@ class State(Struct):
 class LFU(CompiledPolicy):
     """Evicts the least used block; the least recent block breaks ties.
 
-    One list for each number of uses, most recent first; the victim is the last block of the lowest list.
+    For each use count there is one list of blocks, most recent first. The victim is the last block of the
+    list with the lowest count.
 
-    If requests drew their blocks independently with constant probabilities, the best victim would be the
-    least probable block (Aho, Denning and Ullman). The count estimates that probability.
+    If blocks were used at random, each with a constant probability, the best victim would be the block with
+    the lowest probability (Aho, Denning and Ullman). The use count estimates this probability.
 
     Where the papers leave a choice:
 
-    - A block is counted while it is resident. A block that returns after an eviction starts at 1 again.
-      Counts never decrease: a block that was popular once stays until all other blocks have higher counts.
+    - Uses of a block are counted while it is resident. A block that returns after an eviction starts at 1
+      again. Counts never decrease: a block that was popular once stays until all other blocks have higher
+      counts.
     - Counts stop at `max_count`: blocks with `max_count` or more uses share one list in LRU order. The limit
-      matters only if every evictable block has been used `max_count` times. The number of a block's list is
-      its count, so no counts are stored.
+      matters only if every evictable block has been used `max_count` times. The list in which a block is
+      gives its count, so no counts are stored.
     - The store of a block counts as its first use. The end of the storing request does not count as a second
-      use, but the block moves to the front of its list. Among blocks with equal counts, the least recent
-      block leaves first. So the head of a path leaves after the rest of the path.
+      use, but moves the request's blocks to the front of their lists, the first block last. So among blocks
+      with equal counts, the first block of a path is evicted after the rest of the path.
     - Protected blocks are skipped; if a list has no evictable block, the next list is searched.
 
-    Cost per block: O(1), and O(skipped) for protected blocks at the cold ends. A call skips at most
-    `max_count` empty lists. Memory: 12 bytes a block.
+    Cost per block: O(1), and O(skipped) for protected blocks at the cold ends of the lists. A call skips at
+    most `max_count` empty lists. Memory: 12 bytes a block.
     """
 
     name = "lfu"

@@ -43,10 +43,10 @@ class State(Struct):
         gone: the ghosts, which are keys of evicted blocks.
         used_at: time of the last use of each block.
         gone_used_at: time of the last use of each ghost.
-        clock: the current time: the number of uses and stores of blocks so far.
+        clock: the current time, which is the number of uses and stores of blocks so far.
         max_lir: largest number of LIR blocks.
-        new_lir: number of blocks of the current batch that become LIR. Their slots are marked
-            (`push_marked`) until they enter the lists, after the batch's last victim was chosen.
+        new_lir: number of blocks of the current batch that become LIR. The blocks enter the lists after the
+            batch's last victim was chosen; until then their slots are marked (`push_marked`).
     """
 
     lists: Lists
@@ -59,32 +59,33 @@ class State(Struct):
 
 
 class LIRS(CompiledPolicy):
-    """Keeps blocks used at short intervals; other blocks leave soon.
+    """Keeps blocks that are used at short intervals; evicts other blocks soon.
 
-    The paper's algorithm for batches with pins. 99 % of the blocks are LIR (low inter-reference recency), and
-    are kept. 1 % are HIR (high), and form the queue Q of the next victims. A ghost is the key of an evicted
-    HIR block. The stack S orders blocks and ghosts by last use, and ends at the coldest LIR block.
+    This is the paper's algorithm, extended to batches and to pinned blocks. 99 % of the slots are for LIR
+    blocks (low inter-reference recency), which are kept. The other blocks are HIR (high), and form the queue
+    Q of the next victims. A ghost is the key of an evicted HIR block. The paper's stack S orders blocks and
+    ghosts by last use, and ends at the coldest LIR block.
 
-    - Use of a HIR block or ghost in S: the block becomes LIR. The coldest LIR block becomes HIR and joins the
-      end of Q.
-    - Use of a HIR block outside S: the block stays HIR and moves to the end of Q.
-    - Eviction: the victim is the first block of Q. If the victim is in S, its key stays in S as a ghost.
+    - When a HIR block or a ghost in S is used, it becomes an LIR block. The coldest LIR block becomes HIR and
+      joins the end of Q.
+    - When a HIR block outside S is used, it stays HIR and moves to the end of Q.
+    - The victim is the first block of Q. If the victim is in S, its key stays in S as a ghost.
 
-    Differs from the paper: no stack is stored. A block or ghost is in S if its last use is later than the
-    last use of the coldest LIR block. The decisions are equal (the naive twin in the tests has a stack), and
-    no call has to prune a long stack.
+    Unlike the paper's implementation, this class stores no stack, so that no call has to prune a long stack.
+    Instead, a block or ghost is in S if its last use is later than the last use of the coldest LIR block. The
+    decisions are the same; a simple implementation with a stack confirms this in the tests.
 
-    The paper does not cover batches, pins and failures. Our choices:
+    The paper does not cover batches, pinned blocks and failed stores. Our choices:
 
     - A batch is processed block by block, and each block changes S and Q for the next. Blocks of one batch
       never evict each other, and the head of the batch is the most recent.
-    - Q is short, so during a long request all blocks of Q are protected. Then the coldest evictable LIR block
-      is evicted. It leaves no ghost, because it was at the bottom of S. The new block still becomes HIR, so Q
-      exceeds its 1 % for a while. Otherwise a scan would replace the LIR set: on a recorded chat, with a
-      cache of 1,000 to 2,000 blocks, a third of all hits would be lost.
+    - Q is short, so a long request may protect all blocks of Q. Then the coldest evictable LIR block is
+      evicted. It leaves no ghost, because it was at the bottom of S. The new block still becomes HIR, so Q
+      exceeds its 1 % for a while. If the new block became LIR instead, a scan would replace the LIR set: on a
+      recorded chat, with a cache of 1,000 to 2,000 blocks, a third of all hits would be lost.
     - While the LIR set is not full, a block that gets a free slot becomes LIR, as in the paper. During this
-      time, a HIR block that is used again also becomes LIR, even if it is not in S. Otherwise an LIR set that
-      has shrunk would never grow again.
+      time, a HIR block that is used again also becomes LIR, even if it is not in S, because otherwise an LIR
+      set that has shrunk would never grow again.
     - The end of the storing request does not count as a second access. The block moves to the top of S with
       the rest of its path. A HIR block also moves to the end of Q.
     - There are at most as many ghosts as slots; the oldest are forgotten first. (The paper has no limit.)
@@ -133,7 +134,7 @@ class LIRS(CompiledPolicy):
 def _bottom(own: State) -> int:
     """Return the time of the last use of the coldest LIR block; NO_BOTTOM if there is no LIR block.
 
-    S has the keys whose last use is later than this time. The time never decreases.
+    The paper's stack S consists of the keys whose last use is later than this time. The time never decreases.
     """
     lir = own.lists.num_positions + LIR
     coldest = own.lists.links[lir, PREV]
@@ -147,7 +148,7 @@ def _num_lir(own: State) -> int:
 
 @inline
 def _limit_lir(own: State) -> None:
-    """If there are more than `max_lir` LIR blocks, turn the coldest of them into the last HIR block of Q."""
+    """If there are too many LIR blocks, move the coldest of them to the end of Q, as a HIR block."""
     if _num_lir(own) > own.max_lir:
         carry(own.lists, QUEUE, own.lists.links[own.lists.num_positions + LIR, PREV])
 
@@ -182,7 +183,7 @@ def _prefetch(own: State, new: Entering, cache: Cache) -> None:
 
 @inline
 def _returns_to_stack(own: State, new: Entering, i: int) -> bool:
-    """Forget the ghost of a new block; return True if the ghost was in S."""
+    """Return True if the new block number `i` has a ghost in S. If it has a ghost, forget the ghost."""
     gone = find(own.gone.index, new.keys, i, hash_row(new.keys, i))
     if gone == ABSENT:
         return False
@@ -192,10 +193,10 @@ def _returns_to_stack(own: State, new: Entering, i: int) -> bool:
 
 @inline
 def _evict(own: State, cache: Cache, path: Path) -> int:
-    """Evict the first evictable block of Q, and leave a ghost if the block is in S.
+    """Evict the first evictable block of Q, and remember its key as a ghost if the block is in S.
 
-    If all of Q is protected, evict the coldest evictable LIR block without a ghost. Returns the slot, or
-    ABSENT if no block is evictable.
+    If all blocks of Q are protected, evicts the coldest evictable LIR block, which leaves no ghost. Returns
+    the victim's slot, or ABSENT if no block is evictable.
     """
     victim = next_victim(cache, path, own.lists, QUEUE)
     if victim == ABSENT:

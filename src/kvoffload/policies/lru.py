@@ -21,13 +21,14 @@ class State(Struct):
 class LRU(CompiledPolicy):
     """Evicts the least recently used block.
 
-    One list, most recent first. This is the default policy, and the baseline for all others.
+    This is the default policy, and the baseline for all others. It keeps one list of blocks, most recent
+    first.
 
-    A store counts as a use: its blocks move to the front, and the first of them becomes the most recent. When
-    a request finishes, its whole path moves to the front, and the head of the path becomes the most recent
-    block (see `EvictionPolicy.access`).
+    A store counts as a use: the stored blocks enter at the front of the list, and the first of them becomes
+    the most recent. When a request finishes, all its blocks move to the front, and again its first block
+    becomes the most recent (see `EvictionPolicy.access`).
 
-    Cost per block: O(1), and O(skipped) for protected blocks at the cold end.
+    Cost per block: O(1), and O(skipped) for protected blocks at the cold end of the list.
     """
 
     name = "lru"

@@ -25,7 +25,7 @@ from kvoffload.structures.structs import Struct
 SMALL, MAIN = 0, 1
 GHOSTS = 0
 MAX_COUNT = 3
-"""Limit of a block's use count, which fits in two bits, as in the paper."""
+"""Largest use count of a block; further uses are not counted. The paper stores the count in two bits."""
 
 
 class State(Struct):
@@ -35,10 +35,11 @@ class State(Struct):
         queues: the small queue S and the main queue M.
         ghosts: the ghost queue G, which has keys of blocks evicted from S.
         counts: uses of each block in S and M.
-        small_blocks: the share of S, in blocks.
-        patience: largest number of used blocks that a call spares.
-        new_small: number of blocks of the current batch that will join S. They join after the batch's last
-            victim was chosen. Until then, slots of blocks for M are marked (`push_marked`).
+        small_blocks: intended size of S, in blocks.
+        patience: largest number of blocks that one call spares from eviction because they were used.
+        new_small: number of blocks of the current batch that will join S. All blocks of a batch join their
+            queues after its last victim was chosen. Until then, the slots of blocks that will join M are
+            marked (`push_marked`).
         num_spared: number of blocks that this call has spared.
         is_victim_tier: 1 if `access` reports blocks that return from the device.
     """
@@ -56,40 +57,41 @@ class State(Struct):
 class S3FIFO(CompiledPolicy):
     """A small FIFO for new blocks, a main FIFO for reused blocks.
 
-    The paper's algorithm for batches with pins, and with a limit on the search in one call.
+    This is the paper's algorithm, extended to batches and to pinned blocks. Unlike in the paper, the search
+    of one call is limited.
 
     A new block joins the small queue S, or the main queue M if the ghost queue G remembers its key. The
-    victim is taken from S if S has its share of the slots, else from M. At the cold end of S, a block with
-    two uses or more moves to M and the search continues; any other block is evicted, and G remembers its key.
-    At the cold end of M, a block with uses moves back to the head with one use less; any other block is
-    evicted and forgotten.
+    victim is taken from S if S has at least its intended size, else from M. At the cold end of S, a block
+    with a use count of two or more moves to M and the search continues; any other block is evicted, and G
+    remembers its key. At the cold end of M, a block with a use count above 0 moves back to the head, and its
+    count is reduced by one; any other block is evicted and forgotten.
 
     Where the paper leaves a choice:
 
-    - The share of S is `small_share`, rounded down and at least one block. G remembers as many keys as M has
-      blocks, at least one.
-    - While slots are free, new blocks beyond the share of S enter M, as in the authors' simulator. The paper
-      sends every new block to S, and takes all victims from S until M has grown. On a chat trace that is
-      replayed as a flat stream of blocks, the paper's rule has a hit ratio of 0.285 with 20,000 blocks (this
-      class: 0.242), and of 0.139 with 5,000 blocks (this class: 0.151).
-    - If a block that moves to M makes M larger than its share, the paper evicts a block from M, too. This
-      class continues the search in S. S is then below its share, so the next victim comes from M.
+    - The intended size of S is `small_share` of the capacity, rounded down, but at least one block. M gets
+      the rest. G remembers as many keys as M has blocks, at least one.
+    - While slots are free and S has its intended size, new blocks enter M, as in the authors' simulator. The
+      paper sends every new block to S, and takes all victims from S until M has grown. On a chat trace that
+      is replayed as a flat stream of blocks, the paper's rule has a hit ratio of 0.285 in a cache of 20,000
+      blocks (this class: 0.242), and of 0.139 in a cache of 5,000 blocks (this class: 0.151).
+    - If a block that moves from S makes M larger than intended, the paper evicts a block from M, too. This
+      class continues the search in S. S is then smaller than intended, so the next victim comes from M.
     - A batch is processed block by block for counts and ghosts. The blocks join their queues together, after
       the last victim was chosen. The head of the prefix joins last, so that it outlives the tail.
-    - In a victim tier, a block that returns from the device after another use joins M. If its return only
-      counted as a use, the block would leave S before its second use. This would cost 15 points of hit ratio
-      on traces of agents.
+    - In a victim tier, a block that returns from the device after another use joins M. If the return only
+      added one to the use count, the block would be evicted from S before its second use. On traces of agents
+      this would reduce the hit ratio by 15 percentage points.
     - The store of a block does not count as a use, and the end of a request does not change the order.
     - Protected blocks are skipped, and keep their place and count. If one queue is fully protected, the other
       provides the victim. Victims from M leave no ghost.
     - A block whose store failed, or that was damaged, leaves no ghost, because it was not evicted.
-    - A call spares at most `patience` used blocks, then evicts the next evictable block, used or not. Without
-      this limit a call could scan M three times; this takes 0.2 s for a million blocks. The limit changes one
-      of 18 replays of recorded traces, from a prefix-hit ratio of 0.8217 to 0.8213.
+    - A call spares at most `patience` used blocks, then evicts the next evictable block, even if it was used.
+      Without this limit a call could scan M three times, which takes 0.2 s for a million blocks. Of 18
+      replays of recorded traces, the limit changes one: its prefix-hit ratio is 0.8213 instead of 0.8217.
 
     Cost per block: O(1) on average, because each spared block was used before. A call costs at most
-    O(patience). Protected blocks at the cold ends cost O(skipped). Memory: 13 bytes per block, and 28 bytes
-    and the key per ghost, with at most 9 ghosts for 10 blocks.
+    O(patience). Protected blocks at the cold ends cost O(skipped). Memory: 13 bytes per block; and for each
+    ghost 28 bytes and the key. With the default `small_share` there are at most 9 ghosts for 10 blocks.
     """
 
     name = "s3fifo"
@@ -144,16 +146,16 @@ def remove(own: State, used: Used) -> None:
 
 @inline
 def _provider(own: State) -> int:
-    """Return the queue that provides the next victim: S if S has its share or more, else M."""
+    """Return the queue that provides the next victim: S if S has at least its intended size, else M."""
     size = own.queues.links[own.queues.num_positions + SMALL, LIST] + own.new_small
     return SMALL if size >= own.small_blocks else MAIN
 
 
 @inline
 def _is_spared(own: State, slot: int, queue: int) -> bool:
-    """Return True if the block's uses spare it from eviction.
+    """Return True if the block in `slot` must not be evicted yet, because it was used.
 
-    The count of a spared block becomes 0 in S, and decreases by 1 in M.
+    Also reduces the use count of a block that is spared in this way: to 0 in S, by 1 in M.
     """
     counts = own.counts
     if own.num_spared >= own.patience or counts[slot] <= (1 if queue == SMALL else 0):
@@ -165,9 +167,10 @@ def _is_spared(own: State, slot: int, queue: int) -> bool:
 
 @inline
 def _evict(own: State, cache: Cache, path: Path, queue: int) -> int:
-    """Evict a block, and leave a ghost if the block was in S. Spared blocks move to the head of M.
+    """Evict a block of `queue`; if all its blocks are protected, evict a block of the other queue.
 
-    Returns the slot, or ABSENT if no block is evictable.
+    Spared blocks move to the head of M. If the victim was in S, its key becomes a ghost. Returns the victim's
+    slot, or ABSENT if no block is evictable.
     """
     while True:
         slot = victim_of_either(cache, path, own.queues, queue)

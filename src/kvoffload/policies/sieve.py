@@ -1,4 +1,4 @@
-"""SIEVE: a static queue, and a hand that evicts the blocks not visited since its last pass.
+"""SIEVE: a queue in which no block moves, and a hand that evicts blocks not visited since its last pass.
 
 Source: Zhang, Yang, Yue, Vigfusson and Rashmi, "SIEVE is Simpler than LRU: an Efficient Turn-Key Eviction
 Algorithm for Web Caches", NSDI 2024, algorithm 1.
@@ -27,10 +27,10 @@ class State(Struct):
     Attributes:
         queue: all blocks, newest first.
         visited: True for each block that was used since its store, or since the hand last passed it.
-        hand: slot at which the next search begins, or ABSENT for the oldest block.
+        hand: the slot at which the next search begins. ABSENT: the search begins at the oldest block.
         num_visited: number of visited blocks.
-        patience: as in `SIEVE`.
-        patience_left: number of blocks that this call may still spare.
+        patience: largest number of visited blocks that a call spares from eviction.
+        patience_left: number of visited blocks that the current call may still spare.
     """
 
     queue: Lists
@@ -44,7 +44,8 @@ class State(Struct):
 class SIEVE(CompiledPolicy):
     """Scans a FIFO with a hand that spares used blocks.
 
-    The paper's algorithm for batches with pins, and with a limit on the search in one call.
+    This is the paper's algorithm, extended to batches and to pinned blocks. Unlike in the paper, the search
+    of one call is limited.
 
     A hit marks a block as visited, and moves nothing. A new block joins the queue at the head. To find a
     victim, the hand moves from the oldest block towards the head, then starts at the oldest block again. The
@@ -53,19 +54,20 @@ class SIEVE(CompiledPolicy):
 
     Where the paper leaves a choice:
 
-    - The blocks of a batch join the queue together, after the last victim was chosen. So a victim at the head
-      sends the hand to the oldest block, as in the paper. The blocks join in prefix order, so the first
-      block of an unused prefix is evicted first. This order gives the same hits as the independent
-      simulator of our golden tests, and costs up to 0.003 of the prefix-hit ratio on a chat trace.
+    - The blocks of a batch join the queue together, after the batch's last victim was chosen. If this victim
+      was at the head of the queue, the hand therefore continues at the oldest block, as in the paper. The
+      blocks join in prefix order, so that the first block of an unused prefix is evicted first. With this
+      order the hits equal the hits of an independent simulator, with which our golden tests compare them. But
+      on a chat trace it lowers the prefix-hit ratio by up to 0.003.
     - The store of a block does not count as a visit, and the end of a request does not change the order.
     - The hand passes a protected block without changing its mark.
-    - If the block under the hand is removed, the hand moves to the next block, as it does after an eviction.
-    - A call spares at most `patience` visited blocks, then evicts the next evictable block, visited or not.
-      Without this limit a call could scan the whole cache; this takes 0.2 s for a million blocks. The limit
-      changes no decision on the recorded traces.
+    - If the block at the hand is removed, the hand moves to the next block, as it does after an eviction.
+    - A call spares at most `patience` visited blocks, then evicts the next evictable block, even if it was
+      visited. Without this limit a call could scan the whole cache, which takes 0.2 s for a million blocks.
+      The limit changes no decision in replays of the recorded traces.
 
-    Cost per block: O(1) on average, since each spared block was visited before. A call costs at most
-    O(patience). Protected blocks cost O(skipped). Memory: 13 bytes a block.
+    Cost per block: O(1) on average, because each spared block was visited before. A call costs at most
+    O(patience), and O(skipped) for protected blocks. Memory: 13 bytes a block.
     """
 
     name = "sieve"
@@ -109,9 +111,9 @@ def access(own: State, used: Used) -> None:
 
 @inline
 def _next_victim(own: State, cache: Cache, path: Path, hand: int) -> int:
-    """Search for the next victim, starting at `hand`. The search spares up to `patience_left` visited blocks.
+    """Return the slot of the next victim, found from `hand` on. Spares up to `patience_left` visited blocks.
 
-    Returns the list's sentinel if no block is evictable.
+    If no block is evictable, returns the sentinel of the queue.
     """
     links, sentinel, visited = own.queue.links, own.queue.num_positions, own.visited
     rounds = 0

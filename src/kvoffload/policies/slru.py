@@ -1,4 +1,4 @@
-"""Segmented LRU: two LRU lists, for blocks used by one request and for blocks used by several.
+"""Segmented LRU: an LRU list for blocks used by one request, and another for blocks used by several.
 
 Source: Karedla, Love and Wherry, "Caching Strategies to Improve Disk System Performance", IEEE Computer
 27(3), 1994.
@@ -26,7 +26,7 @@ class State(Struct):
 
     Attributes:
         segments: a list of blocks on probation, and a list of proven blocks.
-        most_proven: capacity of the list of proven blocks.
+        most_proven: largest number of proven blocks.
     """
 
     segments: Lists
@@ -34,29 +34,30 @@ class State(Struct):
 
 
 class SLRU(CompiledPolicy):
-    """New blocks are on probation; a second use proves them.
+    """Evicts new blocks before blocks that were used again.
 
-    Two LRU lists: blocks on probation, which provide the victims, and proven blocks.
+    There are two LRU lists: blocks on probation, from which victims are taken, and proven blocks.
 
     A new block is on probation. A hit makes the block the most recent proven block. If there are then too
     many proven blocks, the least recent proven block becomes the most recent block on probation. The paper
-    calls the second segment protected; in this package protected means pinned, in flight, or of the same
-    request.
+    calls proven blocks protected, but in this package a block is protected from eviction if it is pinned, in
+    flight, or belongs to the current request.
 
     Where the paper leaves a choice:
 
-    - The share of proven blocks is `proven_share`, rounded down. The default is small, because the turns of a
-      chat return by recency. On a chat trace with a cache of 5,000 blocks, the prefix-hit ratio is 0.130 with
-      the share 0.2, 0.114 with 0.5, and 0.110 with 0.8; LRU has 0.124. For a fixed set of documents, 0.5 is
-      better than 0.2.
-    - Probation has no fixed size: it holds all other blocks.
-    - The end of the storing request does not count as a hit. The block moves to the front of its list with
-      the rest of its path, and the head of the path becomes the most recent. So prefixes lose their tails
+    - At most `proven_share` of the slots, rounded down, hold proven blocks. The default is small, because the
+      chats that were active last are the likeliest to continue. On a chat trace with a cache of 5,000 blocks,
+      the prefix-hit ratio is 0.130 with a share of 0.2, 0.114 with 0.5, and 0.110 with 0.8; with LRU it is
+      0.124. For a fixed set of documents, 0.5 is better than 0.2.
+    - The number of blocks on probation is not limited.
+    - The end of the storing request does not count as a hit. But all blocks of the request move to the front
+      of their lists, and its first block becomes the most recent. Therefore a prefix loses its last blocks
       first.
     - If every block on probation is protected, the least recent evictable proven block is the victim.
-    - A proven block that is pinned may return to probation like any other.
+    - A pinned proven block may return to probation like any other proven block.
 
-    Cost per block: O(1), and O(skipped) for protected blocks at the cold ends. Memory: 12 bytes a block.
+    Cost per block: O(1), and O(skipped) for protected blocks at the cold ends of the lists. Memory: 12 bytes
+    a block.
     """
 
     name = "slru"

@@ -38,10 +38,11 @@ class State(Struct):
     """The state of a W-TinyLFU cache.
 
     Attributes:
-        index: the manager's index, for the keys of the blocks.
+        index: the manager's index, which has the keys of the blocks.
         lists: window, probation and protected.
-        sketch: the frequencies.
-        max_window, max_main, max_protected: largest number of blocks of each segment.
+        sketch: estimates of how often each block was used recently.
+        max_window, max_main, max_protected: intended size of the window, of the main cache (probation and
+            protected), and of its protected list, in blocks.
         num_entering: number of blocks of the current batch that have been processed. All blocks join the
             window after the batch's last victim was chosen.
         is_victim_tier: 1 if `access` reports blocks that return from the device.
@@ -60,38 +61,39 @@ class State(Struct):
 class WTinyLFU(CompiledPolicy):
     """An LRU window before a cache that admits popular blocks.
 
-    The paper's algorithm with a 1 % window and an 80/20 main cache, for batches with pins.
+    This is the paper's algorithm, extended to batches and to pinned blocks. The window has 1 % of the slots.
+    The rest is the main cache: 80 % of its slots are for protected blocks, and 20 % for blocks on probation.
 
-    A new block enters the window. When the window is full, its coldest block duels with the coldest block of
-    the main cache. The block with the lower recent frequency is evicted; on a tie, the window's block is
-    evicted. If the window's block wins, it enters the main cache on probation. A block on probation becomes
-    protected when it is used again. If there are too many protected blocks, the coldest returns to probation.
-    A sketch with aging estimates the frequencies of uses and stores (`structures.sketch`).
+    A new block enters the window. When the window is full, its coldest block duels with the main cache's
+    coldest block on probation: the block that was used less often recently is evicted; on a tie, the window's
+    block is evicted. If the window's block wins, it enters the main cache on probation. A block on probation
+    becomes protected when it is used again. If there are too many protected blocks, the coldest returns to
+    probation. A sketch with aging estimates the frequencies of uses and stores (`structures.sketch`).
 
-    The paper does not cover batches, pins and failures. Our choices:
+    The paper does not cover batches, pinned blocks and failed stores. Our choices:
 
     - A batch is processed block by block, and each block changes the lists and the sketch for the next.
       Blocks of one batch never evict each other, and the head of the batch is the most recent.
     - A request may be longer than the window, so that no block of the window is evictable. Then a block of
-      the main cache is evicted without a duel, and the window grows beyond its share. Later blocks of the
-      window duel as usual.
-    - While the main cache is below its share, it may grow by one block for each new block. The block that
-      then wins a duel first enters the main cache without an eviction, and the window's next block duels.
-    - While the window is smaller than its share, as after discards, a block of the main cache is evicted
-      without a duel.
+      the main cache is evicted without a duel, and the window grows beyond its intended size. Later blocks of
+      the window duel as usual.
+    - While the main cache is smaller than intended, it may grow by one block for each new block. The first
+      winner of a duel then enters the main cache without an eviction, and the window's next block duels.
+    - While the window is smaller than intended, for example after blocks were discarded, a block of the main
+      cache is evicted without a duel.
     - If the window or the main cache is fully protected, the other provides the victim. The main cache
       provides its coldest evictable block on probation, else its coldest evictable protected block.
-    - A batch that used free slots may make the window larger than its share. The window's coldest blocks then
-      move to the main cache without a duel, until the main cache has its share. At most one block moves for
-      each free slot that the batch used.
-    - In a victim tier a block that returns from the device after another use enters the main cache without a
-      duel, on probation. The sketch counts only the block's store.
-    - The end of the storing request does not count as a second use: the block moves to the front of its list
-      with the rest of its path, but the sketch does not count it.
-    - A miss counts in the sketch when the block is stored; a refused block changes nothing.
+    - A batch that used free slots may make the window larger than intended. The window's coldest blocks then
+      move to the main cache without a duel, until the main cache has its intended size. At most one block
+      moves for each free slot that the batch used.
+    - In a victim tier, a block that returns from the device after another use goes on probation without a
+      duel. The sketch counts the block's store, but not its use on the device.
+    - The end of the storing request does not count as a second use. All blocks of the request move to the
+      front of their lists, but the sketch does not count this use.
+    - The sketch counts a missed block only when the block is stored. A block that is refused changes nothing.
 
-    Cost per block: O(1), and O(skipped) for protected blocks at the cold ends. Memory: 12 bytes per block for
-    the lists and 8 for the sketch.
+    Cost per block: O(1), and O(skipped) for protected blocks at the cold ends of the lists. Memory: 12 bytes
+    per block for the lists and 8 for the sketch.
     """
 
     name = "wtinylfu"
@@ -164,7 +166,7 @@ def remove(own: State, used: Used) -> None:
 
 @inline
 def _prefetch_duels(own: State, new: Entering) -> None:
-    """Prefetch the cache lines of a batch's keys and of the blocks that are likely to duel."""
+    """Prefetch the keys and frequencies that the duels of a batch are likely to read."""
     links, keys, window = own.lists.links, own.index.keys, own.lists.num_positions + WINDOW
     num_leaving = new.count - new.num_given
     for i in range(new.count):
@@ -184,7 +186,7 @@ def _window_is_too_large(own: State) -> bool:
 
 @inline
 def _main_has_room(own: State) -> bool:
-    """Return True if the main cache is smaller than its share."""
+    """Return True if the main cache is smaller than intended."""
     links, c = own.lists.links, own.lists.num_positions
     return links[c + PROBATION, LIST] + links[c + PROTECTED, LIST] < own.max_main
 
@@ -231,7 +233,7 @@ def _victim(own: State, cache: Cache, path: Path) -> int:
 def _fill_main(own: State, num_free: int) -> None:
     """Move up to `num_free` of the window's coldest blocks to the main cache.
 
-    Stops when the window no longer exceeds its share, or when the main cache has its share.
+    Stops when the window or the main cache has its intended size.
     """
     links, c = own.lists.links, own.lists.num_positions
     for _ in range(num_free):

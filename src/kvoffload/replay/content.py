@@ -1,13 +1,14 @@
-"""Block contents computed from keys.
+"""Block contents for replays with bytes: the bytes of each block are computed from its key.
 
-A replay writes these contents, and later compares them with the bytes that it reads.
+A replay writes these contents to a tier, and later compares the bytes that it reads with them.
 
 Word `j` of a block (64 bits, little-endian) is ``mix(digest + j * ODD)``, where `digest` is the key's digest
 (`Keys.digests`) and `mix` is splitmix64's finisher. Both steps are bijections of 64-bit numbers. Hence:
 
-- every wrong byte is detected: the comparison is exact;
-- no two words of a block are equal, so a shift within the block changes every word;
-- blocks of two keys differ in every word, unless the keys have equal digests (probability 2^-64).
+- every wrong byte is detected, because the comparison is exact;
+- no two words of a block are equal, so bytes that were moved by whole words within a block are detected;
+- blocks of two keys differ in every word, unless the keys have equal digests (probability 2^-64), so a block
+  that is stored under the wrong key is detected.
 
 Knows keys and arrays, but no tiers, devices or traces.
 """
@@ -45,8 +46,8 @@ def fill(keys: Keys, out: Blocks, rows: Rows) -> None:
             `block_bytes` are multiples of 8.
         rows: for each key, the row of its block in `out`; shape ``(len(keys),)``.
 
-    Cost: memory speed. Thread: any. Releases the GIL. Raises: `IndexError` that names the first row out of
-    range, `ValueError` for an unsuitable array. After an error nothing has been written.
+    Cost: the speed of writing memory. Thread: any. Releases the GIL. Raises: `IndexError` that names the
+    first row out of range, `ValueError` for an unsuitable array. After an error nothing has been written.
     """
     if not out.flags.writeable:
         raise ValueError("out is read-only")
@@ -55,7 +56,7 @@ def fill(keys: Keys, out: Blocks, rows: Rows) -> None:
 
 
 def matches(keys: Keys, data: Blocks, rows: Rows) -> Mask:
-    """Compare ``data[rows[i]]`` with the content of ``keys[i]``. Returns a bool for each key: True if equal.
+    """Compare ``data[rows[i]]`` with the content of ``keys[i]``. Returns a mask: True if both are equal.
 
     Arguments, cost, thread and errors are the same as for `fill`. Makes no copy.
     """

@@ -1,7 +1,8 @@
 """Data plane of a replay: moves real bytes between a device and the RAM tier, and verifies every byte.
 
-Owns the device memory, the RAM tier and the injection of damage. Contents are computed from keys
-(`replay.content`). So every wrong byte is detected, even if the tier's checksums do not detect it.
+Owns the memory that stands for the device, the RAM tier and the injection of damage. The contents of blocks
+are computed from their keys (`replay.content`), so that every wrong byte is detected, even if the tier's
+checksums do not detect it.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from kvoffload.structures.keys import Keys
 from kvoffload.tiers.memory import MemoryTier
 
 _DEVICE_BYTES = 32 << 20
-"""Size of the device memory, in bytes. Larger plans are processed in pieces."""
+"""Size, in bytes, of the memory that stands for the device. Larger plans are processed in pieces."""
 
 
 class DataPlane:
-    """Executes the manager's plans on a `MemoryTier` of `num_slots` blocks.
+    """Executes the manager's load and store plans on a `MemoryTier` of `num_slots` blocks.
 
     Attributes:
         ram: the RAM tier.
         cpu_s: CPU time spent in transfers and checks.
-        blocks_verified: blocks whose checksum was compared after a read.
-        mismatches_served: blocks with wrong bytes that the tier returned as intact.
+        blocks_verified: number of blocks whose checksum the tier has verified at a read.
+        mismatches_served: number of blocks with wrong bytes that the tier returned as intact; should be 0.
     """
 
     def __init__(self, num_slots: int, block_bytes: int, injection: Injection | None = None) -> None:
@@ -49,7 +50,7 @@ class DataPlane:
     def load(self, plan: LoadPlan) -> npt.NDArray[np.bool_]:
         """Copy a plan's blocks to the device and compare their bytes with the expected contents.
 
-        Returns a mask that is True for each block whose checksum in the tier was correct.
+        Returns a mask that is True for each block whose checksum the tier found correct.
         """
         start = time.thread_time()
         sound = np.empty(len(plan.slots), np.bool_)
@@ -66,7 +67,7 @@ class DataPlane:
         return sound
 
     def store(self, plan: StorePlan) -> None:
-        """Write the contents of a plan's blocks to the device, and copy the blocks to the tier."""
+        """Write the contents of a plan's blocks to the device memory, then copy the blocks to the tier."""
         start = time.thread_time()
         for piece, rows in self._pieces(len(plan.slots)):
             keys: Keys = plan.keys[piece]

@@ -1,7 +1,7 @@
 """Decision log of a replay: a text with the manager's decisions, for comparison by `diff` or `sha256sum`.
 
-A line has the request's position in the trace and a kind of decision, then counts of blocks or block ids.
-The lines of a request are in the order of its decisions::
+Each line starts with the request's position in the trace and the kind of decision; counts of blocks or block
+ids follow. The lines of a request are in the order in which the manager decided::
 
     17 hit 3 12          the device served 3 blocks, RAM and lower tiers the next 12
     17 evict 12 13       evicted from RAM, to make room for a promotion
@@ -14,8 +14,9 @@ The lines of a request are in the order of its decisions::
     17 drop 901          not stored, because there was no room
     17 full 3            number of missing blocks; this line means that none of them had room
 
-The ids are the block ids of the trace. If no block belongs to a kind of decision, the line of this kind is
-left out. Equal traces and configurations give equal logs on every machine and with every version of Python.
+The ids are the block ids of the trace. A line of ids that would have no ids is left out; every request has a
+``hit`` line. Equal traces and configurations give equal logs on every machine and with every version of
+Python.
 """
 
 from __future__ import annotations
@@ -36,14 +37,17 @@ _FULL = -1
 
 
 class _Lines(Struct):
-    """Buffer of text that is not hashed yet; its first `used` bytes are filled."""
+    """Buffer for lines that are not hashed yet. Its first `used` bytes are filled."""
 
     buffer: U8Array
     used: int
 
 
 class DecisionLog:
-    """Hashes the log and, if there is a `file`, writes each line to it immediately. Cost: 10 ns per block."""
+    """Formats the lines of the log and hashes them. If there is a `file`, each line is written to it at once.
+
+    Cost: 10 ns per block.
+    """
 
     # Kernels format the numbers, because `str` would take a third of the time of a replay.
 
@@ -53,14 +57,14 @@ class DecisionLog:
         self._lines = _Lines(buffer=np.empty(_BUFFER_BYTES, np.uint8))
 
     def numbers(self, request: int, kind: str, first: int, second: int = -1) -> None:
-        """Append a line that ends in one or two numbers. Numbers must not be negative."""
+        """Append a line that ends with one number, or with two if `second` is given. Both are 0 or more."""
         while _numbers(self._lines.memory, request, kind.encode(), first, second) == _FULL:
             self._make_room(_SHORT_LINE_BYTES)
         if self._file is not None:
             self._flush()
 
     def blocks(self, request: int, kind: str, ids: npt.NDArray[np.int64]) -> None:
-        """Append a line that ends in block ids. Appends nothing if `ids` is empty."""
+        """Append a line that ends with block ids. Appends nothing if `ids` is empty."""
         if len(ids) == 0:
             return
         while _blocks(self._lines.memory, request, kind.encode(), ids) == _FULL:

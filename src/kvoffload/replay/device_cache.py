@@ -1,8 +1,9 @@
-"""LRU device caches in front of the replayed tiers: the blocks that the devices serve and drop.
+"""Simulates the LRU device caches in front of the replayed tiers: the blocks that they serve and drop.
 
-After every request, the engine's device holds the request's blocks, loaded or computed. So hits and drops
-depend only on the trace, and are computed before the tiers are replayed. The result equals a run of an
-`OffloadingManager` with ``lru``, but takes a fraction of the time.
+After every request, the engine's device holds the request's blocks, no matter whether they were loaded or
+computed. Therefore the device's hits and drops depend only on the trace, and are computed before the tiers
+are replayed. The result equals a run of an `OffloadingManager` with the policy ``lru``, but takes a fraction
+of the time.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ _Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class DeviceRun:
-    """Hits of the device caches of one or more engines, and blocks that the devices dropped.
+    """Hits of the simulated device caches, and the blocks that these devices dropped.
 
     Attributes:
-        served: for each request, the number of leading blocks that the device of its engine served.
-        dropped: for each drop of a block, in order, the index in `Trace.refs` of the block's last use before
-            the drop. A block that never entered because there was no room also counts as dropped.
-        offsets: shape ``(requests + 1,)``. Request `i` caused ``dropped[offsets[i]:offsets[i + 1]]``.
+        served: for each request, the number of its leading blocks that the device of its engine served.
+        dropped: all drops of blocks, in order. A drop is given by the index in `Trace.refs` of the block's
+            last use before the drop. A block that never entered, because there was no room, also counts as
+            dropped.
+        offsets: shape ``(requests + 1,)``. Request `i` caused the drops ``dropped[offsets[i]:offsets[i +
+            1]]``.
     """
 
     served: _Int64s
@@ -35,27 +38,29 @@ class DeviceRun:
     offsets: _Int64s
 
     def is_served(self, trace: Trace) -> npt.NDArray[np.bool_]:
-        """Return a mask of the block references of the trace that the devices serve."""
+        """Return a mask of the trace's block references, True for each reference that a device serves."""
         return trace.depths < self.served[trace.request_of]
 
 
 def run_device(trace: Trace, device_blocks: int) -> DeviceRun:
-    """Run an LRU device cache of `device_blocks` blocks. The number may be 0.
+    """Simulate an LRU device cache with a capacity of `device_blocks` blocks, which may be 0.
 
-    The device serves the leading resident blocks of a request. Then the missing blocks enter, the head first,
-    until the device is full of blocks of this request. Finally all blocks of the request become the most
-    recent blocks, with the head as the most recent of all. A block therefore leaves before its parent.
+    For each request, the device serves its leading resident blocks. Then the missing blocks enter, the first
+    one first, until the device is full of blocks of this request. Finally all blocks of the request become
+    the most recent blocks, and the first block becomes the most recent of all. Therefore a block is dropped
+    before its parent.
 
-    Cost: O(1) per reference. Memory: 20 bytes per unique block, 8 bytes per reference.
+    Cost: O(1) per block reference. Memory: 20 bytes per unique block, 8 bytes per reference.
     """
     return _run_requests(trace.refs, trace.offsets, trace.unique_blocks, device_blocks)
 
 
 def run_devices(trace: Trace, device_blocks: int, engine_of: npt.NDArray[np.int32] | None) -> DeviceRun:
-    """Run the device caches of several engines, each with `device_blocks` blocks and its own requests.
+    """Simulate the device caches of several engines. Each device has `device_blocks` blocks.
 
     Args:
-        engine_of: number of each request's engine, from 0; None: one engine serves all requests.
+        engine_of: for each request, the number of its engine, counted from 0. None: one engine serves all
+            requests.
 
     Cost: the cost of `run_device`, and O(unique blocks) for each engine.
     """
@@ -90,11 +95,11 @@ def _run_requests(
 
 
 class Device:
-    """Device cache of a replay, advanced one request at a time.
+    """Replays the result of a device simulation one request at a time.
 
     Args:
-        run: result of `run_device` or `run_devices`. If it covers the devices of several engines, `served` is
-            the only method that may be called.
+        run: result of `run_device` or `run_devices`. If it covers the devices of several engines, only the
+            method `served` may be called.
     """
 
     def __init__(self, trace: Trace, run: DeviceRun) -> None:
@@ -105,7 +110,7 @@ class Device:
         self._holds = np.zeros(trace.unique_blocks, np.bool_)
 
     def contains(self, codes: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-        """Return a mask of the blocks that are on the device after the last served request."""
+        """Return a mask of the blocks `codes`: True for those on the device after the last `serve`."""
         return self._holds.take(codes)
 
     def served(self, request: int) -> int:
@@ -113,10 +118,9 @@ class Device:
         return self._served[request]
 
     def serve(self, request: int) -> npt.NDArray[np.int32]:
-        """Serve the next request. Returns the codes of the blocks that the device evicts for it, warmest
-        first.
+        """Serve the next request; returns the codes of the blocks that the device evicts, warmest first.
 
-        Blocks that never entered because there was no room are not returned.
+        The result does not include blocks that never entered the device because there was no room.
         """
         begin, end = self._begins[request : request + 2]
         places = self._dropped[self._offsets[request] : self._offsets[request + 1]]
@@ -137,14 +141,14 @@ def _run(
     dropped: I64Array,
     ends: I64Array,
 ) -> int:
-    """Run the device cache of one engine; return the number of drops.
+    """Simulate the device cache of one engine; return the number of drops.
 
     Args:
         refs, offsets: the engine's requests, as in `Trace`.
-        links: the order of resident blocks (`Lists`), empty at first.
+        links: links of a `Lists` for the recency order of resident blocks; empty at the call.
         last_use: scratch memory: for each code, the index in `refs` of the block's last use.
         capacity: blocks of the device.
-        served, dropped, ends: results: `served`, `dropped` and `offsets` of a `DeviceRun`.
+        served, dropped, ends: receive the results: `served`, `dropped` and `offsets` of a `DeviceRun`.
     """
     sentinel = links.shape[0] - 1
     num_dropped = 0

@@ -1,8 +1,9 @@
-"""Replay through several RAMs. They share the last tier behind RAM if this tier is simulated for all engines.
+"""Replay of a trace on several engines or machines, each with its own RAM.
 
-Each RAM serves the requests of one engine or, with `shared_ram`, the requests of all engines of one machine.
-Requests are served in the order of the whole trace. This module also records which engine wrote each block of
-a shared tier, and combines the reports.
+Each RAM serves the requests of one engine or, with `shared_ram`, of all engines of one machine. The last tier
+behind RAM is shared by all engines if one simulated tier stands for it (`may_be_shared`). Requests are served
+in the order of the trace. This module also records which manager wrote each block of a shared tier, and
+combines the reports.
 """
 
 from __future__ import annotations
@@ -46,9 +47,8 @@ class SharedTier(SimulatedTier):
     """Simulated tier that several managers share. The managers call the tier one at a time.
 
     Attributes:
-        user: number of the manager that is calling the tier.
-        read_of_others: for each manager, the number of blocks that it read and that another manager had
-            written.
+        user: number of the manager that calls the tier next; the caller sets it before each call.
+        read_of_others: for each manager, how many blocks it read that another manager had written.
     """
 
     def __init__(self, options: SizedTierOptions, num_instances: int) -> None:
@@ -75,13 +75,14 @@ class SharedTier(SimulatedTier):
 class SharedReplay:
     """A single run of a trace through several instances. Use once: construct, then `run`.
 
-    Each manager finishes its ended requests before it begins the next request.
+    A manager finishes requests that have ended only when its next request arrives, not when a request of
+    another manager does.
 
     Args:
-        data: a data plane for each manager, or an empty list to replay without bytes. The list must be empty
-            if there are tiers behind RAM.
-        observe: called for each manager to create its observer. Arguments: the trace of the manager's
-            requests, and the numbers of these requests in the whole trace. None: no observers.
+        data: for each manager, a data plane that moves bytes. An empty list replays without bytes; this is
+            required if there are tiers behind RAM.
+        observe: creates the observer of one manager; None: no observers. It is called with the trace of the
+            manager's requests, and with the positions of these requests in the whole trace.
 
     Attributes:
         hits_per_request: as in `Replay`.
@@ -132,7 +133,7 @@ class SharedReplay:
         self.hits_per_request = np.zeros(trace.requests, np.int32)
 
     def run(self, progress: Callable[[int], None] = lambda requests: None) -> ReplayReport:
-        """Replay every request. `progress` receives the number of requests done, about 200 times."""
+        """Replay every request. Calls `progress` about 200 times, with the number of requests served."""
         step = max(1, self._trace.requests // 200)
         served = [0] * len(self._replays)
         for request, manager in enumerate(self._manager_of.tolist()):
@@ -151,7 +152,7 @@ class SharedReplay:
 
     @property
     def hits_of_instances(self) -> list[npt.NDArray[np.int32]]:
-        """Number of prefix hits of each request, as one array per instance that has block references."""
+        """Prefix hits of the requests: an array for each instance that has block references."""
         pairs = zip(self._replays, self._refs, strict=True)
         return [
             hits for own, refs in pairs if refs for hits in own.hits_of_instances or [own.hits_per_request]
@@ -203,9 +204,10 @@ class SharedReplay:
         )
 
     def _combined_tier(self, level: int, reports: Sequence[TierReport]) -> TierReport:
-        """Sum the counters of a tier over all instances. `level`: position of the tier, RAM is 0.
+        """Sum the counters of a tier over the reports of all managers. The tier's `level` is 0 for RAM.
 
-        For a shared tier, only the hits are summed, because its other counters already cover all instances.
+        If the tier is shared, only the hits are summed, because its other counters already cover all
+        managers.
         """
         is_shared = level and level == len(self._config.tiers) and self._shared is not None
         names = ("hit_blocks",) if is_shared else _SUMMED_OF_TIERS
@@ -213,7 +215,7 @@ class SharedReplay:
 
 
 def replay_of(trace: Trace, config: ReplayConfig) -> Replay | SharedReplay:
-    """Create the replay of a configuration, without bytes: a `Replay` or a `SharedReplay`."""
+    """Create a replay without bytes: a `Replay` if the configuration allows it, else a `SharedReplay`."""
     return Replay(trace, config) if has_one_manager(config) else SharedReplay(trace, config)
 
 

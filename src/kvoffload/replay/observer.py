@@ -1,6 +1,7 @@
-"""Interface of an observer of a replay. It receives each decision, and can query in which tiers blocks are.
+"""Interface of an observer of a replay.
 
-Blocks are identified by their codes in the trace.
+An observer receives each decision of the replay, and can query which tier holds a block. Blocks are
+identified by their codes in the trace.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Codes = npt.NDArray[np.int32]
 
 
 class Decision(IntEnum):
-    """Kinds of decisions about blocks."""
+    """Kinds of decisions about blocks that a replay reports to its observer."""
 
     STORED = 1
     PROMOTED = 2
@@ -41,10 +42,10 @@ NOWHERE, ON_DEVICE, IN_RAM, IN_TIER = 0, 1, 2, 3
 
 
 class Places:
-    """The current places of blocks in a replay, in the tiers of one engine (`switch_to`).
+    """Finds the places of blocks during a replay: the device, RAM and the tiers of one engine.
 
     Args:
-        device: the device cache; None: no block counts as on the device.
+        device: the device cache. None: there is no device cache.
     """
 
     def __init__(self, manager: AnyManager, keys: TraceKeys, device: Device | None) -> None:
@@ -52,7 +53,7 @@ class Places:
         self._tiered = manager if isinstance(manager, TieredManager) else None
 
     def switch_to(self, manager: TieredManager) -> None:
-        """From now on, look into the tiers of another engine that uses the same RAM."""
+        """From now on, look into the tiers of `manager`: another engine that uses the same RAM."""
         self._manager = self._tiered = manager
 
     @property
@@ -62,7 +63,7 @@ class Places:
 
     @property
     def tier_mismatches(self) -> int:
-        """Number of damaged blocks that the tiers have found so far."""
+        """Number of damaged blocks that the tiers behind RAM have found so far."""
         return 0 if self._tiered is None else sum(stats.mismatches for stats in self._tiered.tier_stats())
 
     def of(self, codes: Codes) -> npt.NDArray[np.int8]:
@@ -101,27 +102,27 @@ class Observer(Protocol):
         """Called before the blocks of a request are looked up."""
 
     def served(self, request: int, codes: Codes, num_hits: int, places: Places) -> None:
-        """Called when the leading `num_hits` blocks of a request are loaded, before blocks are stored."""
+        """Called when a request's leading `num_hits` blocks are loaded, before other blocks are stored."""
 
     def decided(self, request: int, decision: Decision, codes: Codes) -> None:
-        """Called for each decision while a request is served. `codes`: the blocks of the decision."""
+        """Called for each decision while a request is served. The decision is about the blocks `codes`."""
 
     def ended(self, codes: Codes, places: Places) -> None:
         """Called when the tiers' jobs have ended.
 
-        `codes`: the blocks that may have been offered to the tiers.
+        `codes` are blocks that may have been offered to the tiers by these jobs.
         """
 
 
 class Watch:
-    """Reports the decisions of a replay to its observer. Blocks are reported as codes.
+    """Translates the plans and events of a replay into calls of its observer.
 
     Args:
-        device: as in `Places`.
+        device: the device cache; None if there is none.
 
     Attributes:
         observer: receives the decisions.
-        places: current places of the blocks.
+        places: finds the current places of blocks.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class Watch:
             self.observer.decided(request, decision, codes)
 
     def stored(self, request: int, missing: Codes, plan: StorePlan) -> None:
-        """Report the decisions of a store. `missing`: the absent blocks, in the order of the plan."""
+        """Report the decisions of a store. `missing`: offered blocks that were not in RAM, in plan order."""
         stored, num_admitted = len(plan), len(missing) - plan.num_refused
         # In `missing`, blocks that the policy refused come before blocks that the admission rule refused.
         num_passed = len(missing) - self._manager.store_mode.num_not_admitted
@@ -149,24 +150,24 @@ class Watch:
         self.decided(request, Decision.STORED, missing[:stored])
 
     def not_stored(self, request: int, codes: Codes, num_dropped: int) -> None:
-        """Report an offer without a stored block.
+        """Report that the blocks `codes` were offered, and that none of them was stored.
 
-        Of the absent blocks, the first `num_dropped` were admitted, but there was no room for them. The other
-        absent blocks were refused.
+        Of the blocks that RAM does not hold, the first `num_dropped` were admitted, but there was no room for
+        them. The others were refused by the admission rule.
         """
         missing = codes[~self._manager.contains(self._keys.of_blocks(codes))]
         self.decided(request, Decision.NO_ROOM, missing[:num_dropped])
         self.decided(request, Decision.NOT_ADMITTED, missing[num_dropped:])
 
     def events(self, request: int, events: Iterable[OffloadingEvent]) -> None:
-        """Report promotions to RAM and the evictions that they cause."""
+        """Report the promotions to RAM, and the evictions from RAM that make room for them."""
         for event in events:
             if event.medium == self._manager.medium:
                 decision = Decision.EVICTED if event.removed else Decision.PROMOTED
                 self.decided(request, decision, self._codes(event.keys))
 
     def offered(self, codes: Codes) -> None:
-        """Record blocks that may have been offered to the tiers. `settled` reports these blocks."""
+        """Record blocks that may have been offered to the tiers; `settled` will report them."""
         self._offered.append(codes)
 
     def settled(self) -> None:

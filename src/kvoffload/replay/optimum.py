@@ -1,6 +1,6 @@
-"""Offline optimum: an upper bound of the hit ratio. No policy exceeds this bound on the trace.
+"""Offline optimum: the highest hit ratio that any policy can reach on a trace.
 
-Knows the whole trace, but no managers, slots or policies.
+The computation knows the whole trace, but no managers, slots or policies.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class OptimumResult:
 
     Attributes:
         prefix_hit_blocks: block references that the device or the tier serves. No policy serves more.
-        blocks_written: blocks written to the tier. Every written block is used later. The same hits may be
-            possible with fewer writes.
-        device_hit_blocks: hits that the device served.
+        blocks_written: blocks written to the tier. Every written block is used later, but the same hits may
+            be possible with fewer writes.
+        device_hit_blocks: the part of `prefix_hit_blocks` that the device serves.
     """
 
     prefix_hit_blocks: int
@@ -45,38 +45,39 @@ def optimum(
     store: str = ON_COMPUTE,
     engine_of: npt.NDArray[np.int32] | None = None,
 ) -> OptimumResult:
-    """Run MIN with bypass: of the resident and the offered blocks, keep the blocks that are used next.
+    """Run MIN with bypass: of the resident and the offered blocks, keep the blocks that are used soonest.
 
     The bound is exact: no policy and no admission rule reaches more prefix hits with this capacity, and a
     policy that knows the future reaches them. Proof:
 
     - Hits and drops of the LRU device depend on the trace alone (`device_cache`). A use that the device does
-      not serve is a hit only if the tier has held the block since the block's last offer. The interval of
-      time from the last offer to such a use is thus worth one hit, if the tier keeps the block during it.
-    - At most `capacity_blocks` of the kept intervals may overlap. Belady's greedy rule (keep the intervals
+      not serve is a hit only if the tier has held the block since the block's last offer. So the interval
+      from this offer to the use is worth one hit if the tier keeps the block during the interval.
+    - At any time, at most `capacity_blocks` intervals can be kept. Belady's greedy rule (keep the intervals
       that end first) maximises the number of kept intervals. If two intervals end in the same request, the
-      interval of the deeper block counts as the later end.
+      interval of the block that is farther from the root counts as the later end.
     - Every request that has a block also has the block's parent, and a device drops a block before its
       parent. So the interval of a block contains the interval of its parent, and MIN evicts the block before
-      its parent. The tier therefore holds a leading run of the blocks that a request needs from it, and every
-      use of a held block is a prefix hit.
+      its parent. Therefore the tier always holds a leading run of the blocks that a request needs from it,
+      and every use of a held block is a prefix hit.
 
     With ``on-compute``, a use that the device serves also offers the block again. So the tier need not keep a
-    block for such a use. OPT of other simulators keeps the block until the next use that the device does not
-    serve. Their OPT is no upper bound: its hit ratio is up to 0.01 lower on recorded traces.
+    block for such a use. The OPT of other simulators keeps the block until the next use that the device does
+    not serve. Therefore their OPT is no upper bound: on recorded traces, its hit ratio is up to 0.01 lower
+    than this function's.
 
     Args:
         capacity_blocks: capacity of the tier.
         device_blocks: capacity of an LRU device cache in front of the tier; 0: no device.
-        store: one of `STORES`. ``on-compute``: each request offers all its blocks, also the blocks on the
-            device. ``on-device-eviction``: a block is offered when the device drops it or has no room for it.
-            Without a device the result is the same in both modes.
-        engine_of: engine of each request, if several engines share one tier. Each engine has `device_blocks`
-            blocks. With ``on-compute`` only.
+        store: one of `STORES`. With ``on-compute``, each request offers all its blocks to the tier, also the
+            blocks on the device. With ``on-device-eviction``, a block is offered when the device drops it or
+            has no room for it. Without a device the result is the same in both modes.
+        engine_of: for each request, the number of its engine, if several engines share the tier. Each engine
+            has a device of `device_blocks` blocks. Allowed with ``on-compute`` only.
 
     Cost: O(1) per reference; 0.15 s and 50 MB per million references. Raises: `ConfigError` for a negative
-    capacity. Source: Belady, IBM Systems Journal 5(2), 1966. Differs: decides once per request, and may
-    refuse a block.
+    capacity. Source: Belady, IBM Systems Journal 5(2), 1966. Unlike Belady's MIN, the function decides once
+    per request, and may refuse a block.
     """
     for field, value in (("capacity_blocks", capacity_blocks), ("device_blocks", device_blocks)):
         if value < 0:
@@ -109,7 +110,7 @@ def infinite(trace: Trace) -> OptimumResult:
 
 
 def next_uses(refs: npt.NDArray[np.int32]) -> _Int64s:
-    """Find, for each index in `refs`, the next index with the same block; `_NEVER` if there is none."""
+    """Return, for each index in `refs`, the next index with the same block; `_NEVER` if there is none."""
     by_block = np.argsort(refs, kind="stable")
     same = refs[by_block[1:]] == refs[by_block[:-1]]
     next_use = np.full(len(refs), _NEVER, np.int64)
@@ -127,14 +128,16 @@ def next_uses(refs: npt.NDArray[np.int32]) -> _Int64s:
 
 
 class _Demand(Struct):
-    """The requests of a trace: the uses that the device does not serve, and the offers.
+    """The part of a trace that concerns the tier: uses that the device does not serve, and offers of blocks.
 
     Attributes:
         offsets: as in `Trace`.
         served: for each request, the number of leading blocks that its device serves.
-        offered: index in `Trace.refs` of each offered block, one request after the other.
+        offered: all offers of blocks to the tier, in the order of the requests. An offer is given by an index
+            of the block in `Trace.refs`.
         ends: request `i` makes the offers ``offered[ends[i]:ends[i + 1]]``.
-        next_place: for each reference, the *place* of the block after this use, as the comment above defines.
+        next_place: for each block reference, the *place* that the block has after this use. The comment above
+            this class defines places.
     """
 
     offsets: ReadI64Array
@@ -145,17 +148,18 @@ class _Demand(Struct):
 
 
 class _Places(Struct):
-    """A set of places, as bits in a tree of 64-bit words.
+    """A set of integers from 0 to `num_places - 1`, as bits in a tree of 64-bit words.
 
-    Level 0 has a bit for each place. Bit `i` of level `n + 1` is 1 if word `i` of level `n` is not zero. To
-    insert or remove a place or to find the highest place takes one step per level.
+    Level 0 has a bit for each integer (a *place*, see the comment above). Bit `i` of level `n + 1` is 1 if
+    word `i` of level `n` is not zero. Therefore a place is inserted or removed, and the highest place is
+    found, in one step per level.
 
     Args:
         num_places: number of places.
 
     Attributes:
         words: the words of all levels, level 0 first.
-        starts: index of each level's first word, then the number of words.
+        starts: for each level, the index of its first word in `words`; the last entry is the number of words.
     """
 
     words: U64Array
@@ -214,8 +218,8 @@ def _min_with_bypass(
     """Run MIN with bypass; return the numbers of hits and of written blocks.
 
     Args:
-        resident: memory for the set of resident blocks, empty at the call.
-        was_here: scratch memory with room for the blocks of the longest request.
+        resident: memory for the set of resident blocks' places; empty at the call.
+        was_here: scratch memory, as long as the longest request.
         capacity: slots of the tier.
     """
     offsets, offered, ends, next_place = demand.offsets, demand.offered, demand.ends, demand.next_place

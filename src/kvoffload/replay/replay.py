@@ -2,14 +2,13 @@
 
 Requests are replayed one at a time, in file order:
 
-1. A request hits the leading run of its blocks that is on the device, then the run of following blocks that
-   is in the tier.
+1. The request's leading blocks that are on the device are hits. The blocks that follow are hits as far as
+   they are in RAM or in a tier behind RAM.
 2. The missing blocks are stored, in prefix order.
-3. The request ends when it is served or, with a decode speed, when its answer is generated (`replay.ends`).
-   All its blocks then become the most recently used blocks, with the first block of the prefix as the most
-   recent of all.
+3. The request ends as soon as it is served or, if a decode speed is given, when its answer is generated
+   (`replay.ends`). Then all its blocks become the most recently used blocks, the first block last.
 
-The manager receives the trace's hints (`Hints`) when a request begins and when it ends.
+If the trace has hints (`Hints`), the manager receives them when a request begins and when it ends.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from kvoffload.whatif import Estimate, Shadows
 
 
 def shadows_of(trace: Trace, config: ReplayConfig) -> Shadows | None:
-    """Create the shadows of a replay. Returns None if the configuration has no settings to try."""
+    """Create the shadow caches for the settings to try, `config.what_if`. Returns None if there are none."""
     if not config.what_if:
         return None
     return Shadows(
@@ -68,25 +67,26 @@ def shadows_of(trace: Trace, config: ReplayConfig) -> Shadows | None:
 class Replay:
     """A single run of a trace through one manager. Use once: construct, then `run`.
 
-    The RAM serves one engine or, with `ReplayConfig.shared_ram`, several engines. Each engine then has its
-    own device, its own queue, and its own manager of the tiers behind RAM.
+    The RAM serves one engine or, with `ReplayConfig.shared_ram`, several engines. Several engines share only
+    RAM: each has its own device, its own queue, and its own manager of the tiers behind RAM.
 
     Args:
         trace: the requests.
         config: caches and assumptions.
-        data: the data plane; None replays decisions without bytes.
-        decisions: file for the decision log; None: the log is only hashed.
-        shared: a tier that several instances share. It replaces the last tier of `config`.
-        engine_of: with `ReplayConfig.shared_ram`, the engine of each request. None: `ReplayConfig.routing`
-            assigns the engines.
+        data: the data plane, which moves bytes. None: only decisions are replayed.
+        decisions: file for the decision log. None: the log is only hashed.
+        shared: a tier, shared by several replays, that replaces the last tier of `config`.
+        engine_of: with `ReplayConfig.shared_ram`, the number of each request's engine. None:
+            `ReplayConfig.routing` assigns requests to engines.
         observer: receives every decision; None: no observer.
-        recorded_s: length of the recording in seconds, if `trace` is a part of it; None: the length of
-            `trace`.
+        recorded_s: if `trace` is a part of a recording, the length of the whole recording in seconds. None:
+            the length of `trace`.
 
     Attributes:
-        hits_per_request: number of prefix hits of each request, on device and tiers together; int32.
+        hits_per_request: for each request, the number of its prefix hits on the device and in all tiers;
+            int32.
         manager: the manager of the engine that serves the current request.
-        shadows: the shadows for the settings in `ReplayConfig.what_if`; None without settings.
+        shadows: shadow caches for the settings in `ReplayConfig.what_if`; None if there are no settings.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Replay:
         )
 
     def run(self, progress: Callable[[int], None] = lambda requests: None) -> ReplayReport:
-        """Replay every request. `progress` receives the number of requests done, about 200 times."""
+        """Replay every request. Calls `progress` about 200 times, with the number of requests served."""
         step = max(1, self._trace.requests // 200)
         with contextlib.ExitStack() as stack:
             for member in self._members:
@@ -182,9 +182,9 @@ class Replay:
 
     @property
     def hits_of_instances(self) -> list[npt.NDArray[np.int32]]:
-        """Number of prefix hits of each request, as one array per engine that has block references.
+        """Prefix hits of the requests: an array for each engine that has block references.
 
-        The list is empty if the replay has one engine.
+        If the replay has only one engine, the list is empty; use `hits_per_request`.
         """
         if self._engine_of is None:
             return []
@@ -193,7 +193,7 @@ class Replay:
         return [self.hits_per_request[requests] for requests in own if lengths[requests].any()]
 
     def finish(self) -> ReplayReport:
-        """End the remaining requests and return the report. Call it after the last `serve`."""
+        """End the requests that have not ended yet, and return the report. Call it after the last `serve`."""
         self._end(self._ends.rest())
         return self._report()
 
@@ -239,7 +239,7 @@ class Replay:
         self._end(self._ends.served(request, ctx))
 
     def _switch_to(self, request: int) -> None:
-        """Switch to the engine that serves this request, for the following calls of the manager."""
+        """Make the engine that serves this request the current one, so that later calls use its manager."""
         engine = self._engines.number_of(request)
         self.manager = self._engines.switch_to(engine)
         if self._members:
@@ -273,9 +273,9 @@ class Replay:
             self.shadows.work()
 
     def _load(self, request: int, codes: npt.NDArray[np.int32], keys: Keys, ctx: RequestContext) -> int:
-        """Load the leading blocks of a request that are in RAM.
+        """Load the leading blocks of a request that are in RAM or can be promoted to RAM.
 
-        Returns the number of blocks before the first damaged block.
+        Returns the number of loaded blocks or, if some were damaged, of blocks before the first damaged one.
         """
         if self._tiered is not None:
             hits = self._promote(self._tiered, request, keys, ctx)
@@ -328,9 +328,9 @@ class Replay:
         keys: Keys,
         ctx: RequestContext,
     ) -> None:
-        """Record the blocks that the engine promoted from its own tiers.
+        """Record that the engine owns the blocks that it promoted from its own tiers.
 
-        `Engines` then does not count these blocks as blocks of other engines.
+        Otherwise `Engines` might count hits of these blocks as hits of blocks that another engine stored.
         """
         if len(self._members) == 1 or not manager.has_promoted(ctx):
             return
@@ -410,7 +410,7 @@ class Replay:
         return self._trace.block_ids.take(codes)
 
     def _bytes_cpu_s(self) -> float:
-        """Return the CPU seconds that this thread has spent on bytes and tiers, not on decisions."""
+        """Return the CPU seconds that this thread has spent on moving bytes and on waiting for tiers."""
         return self._tiers_cpu_s + (self._data.cpu_s if self._data is not None else 0.0)
 
     def _report(self) -> ReplayReport:
@@ -465,7 +465,7 @@ class Replay:
         )
 
     def _tenant_reports(self) -> list[TenantReport]:
-        """Create a report for each tenant with a quota, then a report for all other requests together."""
+        """Create a report for each tenant with a quota, and a last report for all other requests together."""
         quotas, trace = self._config.tenants, self._trace
         if not quotas:
             return []
@@ -492,7 +492,7 @@ class Replay:
         ]
 
     def _estimates(self) -> list[Estimate]:
-        """Process the pending requests in the shadows, and estimate the hit ratio of each setting."""
+        """Let the shadow caches process pending requests, then estimate the hit ratio of each setting."""
         if self.shadows is None:
             return []
         self.shadows.work()
@@ -526,7 +526,7 @@ class Replay:
 
 
 def _tier_report(name: str, hit_blocks: int, tiers: Sequence[SecondaryTier | GuardedTier]) -> TierReport:
-    """Sum the counters of a tier over all engines. `tiers`: the same tier in each engine."""
+    """Create the report of a tier that each engine opened on its own: sum the counters over `tiers`."""
     stats, held = [tier.stats() for tier in tiers], tiers[0].tenants()
 
     def total(counter: str) -> Any:

@@ -19,30 +19,33 @@ Routing: TypeAlias = Annotated[str, OneOf(ROUTINGS)]
 Instances: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 
 _ALIKE = 0.5
-"""`PREFIX` chooses an engine by a session's first prompt only if this share of the prompt is known."""
+"""`PREFIX` chooses an engine by prompt only if at least this share of the prompt was served before."""
 _MOST_LOAD = 1.5
-"""An engine is overloaded if its load exceeds this multiple of the mean load.
+"""An engine is overloaded if its load exceeds the mean load of all engines by this factor.
 
-`PREFIX` does not choose an overloaded engine, even if it has served the prompt.
+`PREFIX` does not choose an overloaded engine, even if this engine has served the same prompt.
 """
 
 _Instances = npt.NDArray[np.int32]
 
 
 def route(trace: Trace, instances: int, routing: str = SESSION) -> _Instances:
-    """Assign an engine, 0 to `instances` - 1, to each request; shape ``(requests,)``. Deterministic.
+    """Assign each request to an engine; returns the engines' numbers, from 0, with shape ``(requests,)``.
 
-    - `SESSION`: round robin over sessions; all requests of a session go to one engine.
-    - `PREFIX`: all requests of a session go to one engine, which depends on the session's first prompt. Its
-      leading blocks are *known* if any engine has served them before. If at least half of the prompt is
-      known, the chosen engine is the engine that most recently served the last known block. If less is
-      known, or if this engine is overloaded, the engine with the fewest references is chosen. Source:
-      SGLang's cache-aware router. Differs: the load of an engine is its number of references, because a trace
-      has no observed loads.
+    The result is deterministic. The rules:
+
+    - `SESSION`: each new session goes to the next engine, round robin. All requests of a session go to the
+      same engine.
+    - `PREFIX`: all requests of a session go to the same engine, which is chosen by the session's first
+      prompt: a block of the prompt is *known* if an engine has served it before. If at least half of the
+      prompt's blocks are known, the engine that most recently served the last known block is chosen. If fewer
+      are known, or if this engine is overloaded, the engine with the lowest load is chosen. The source is
+      SGLang's cache-aware router. Unlike there, the load of an engine is the number of block references that
+      it has received, because a trace has no observed loads.
     - `ROUND_ROBIN`: each request goes to the next engine.
     - `RANDOM`: each request goes to a random engine, as with a load balancer that ignores sessions.
 
-    Sessions are found as in `statistics.describe`. Cost: O(1) per reference, 20 us per request.
+    Sessions are recognised as in `statistics.describe`. Cost: O(1) per block reference, 20 us per request.
     """
     convert("routing", routing, Routing)
     if convert("instances", instances, Instances) == 1:

@@ -1,4 +1,4 @@
-"""Keys of a trace's blocks. They replace the block hashes that an engine would compute."""
+"""Keys of a trace's blocks, which stand for the block hashes that an engine would compute."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ KEY_BYTES = 32
 """Length of a key in bytes. It is the length of an engine's block hashes (SHA-256)."""
 
 FINGERPRINT = "kvoffload replay, contents from keys, 1"
-"""Producer of the blocks (`TierOwner.fingerprint`). It is the same in every replay, so that a replay can read
-blocks that an earlier replay wrote to a disk."""
+"""The `TierOwner.fingerprint` of all replays, which names the producer of blocks in a tier.
+
+It is the same for every replay, so that a replay can read blocks that an earlier replay wrote to a disk.
+"""
 
 _STEP = np.uint64(0xD1342543DE82EF95)
 # splitmix64's finisher: shift, factor, and the inverse of the factor modulo 2^64.
@@ -38,12 +40,12 @@ class TraceKeys:
         self._words = words
 
     def of_blocks(self, codes: npt.NDArray[np.int32]) -> Keys:
-        """Return the keys of these blocks, in their order."""
+        """Return the keys of the blocks `codes`, in this order."""
         return Keys(self._words.take(codes, axis=0), KEY_BYTES)
 
     @staticmethod
     def ids(keys: Keys) -> npt.NDArray[np.int64]:
-        """Compute the block ids from the first words of keys that this class made."""
+        """Return the block ids of `keys`, by inverting the hash that made the first word of each key."""
         words = _shifted_back(keys.words[:, 0], _LAST)
         for shift, _, inverse in reversed(_ROUNDS):
             words = _shifted_back(words * inverse, shift)
@@ -52,6 +54,6 @@ class TraceKeys:
 
 
 def _shifted_back(words: npt.NDArray[np.uint64], shift: np.uint64) -> npt.NDArray[np.uint64]:
-    """Invert ``x ^ (x >> shift)``, for shifts of 22 or more."""
+    """Return the `x` for which ``x ^ (x >> shift)`` is `words`. The shift must be at least 22."""
     originals: npt.NDArray[np.uint64] = words ^ (words >> shift) ^ (words >> (shift + shift))
     return originals

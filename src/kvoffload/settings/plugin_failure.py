@@ -35,8 +35,8 @@ class PluginFailure(NamedTuple):
 def plugin_failure(error: BaseException) -> PluginFailure | None:
     """Describe `error` if a method of a user's class raised it, otherwise return None.
 
-    If such a method was called, through this package, by a method of another user's class, the method that
-    was called last is described.
+    If a user's method called another user's method through this package, the method that was called last is
+    described.
     """
     innermost: tuple[TracebackType, str] | None = None
     calls_it, entry = False, error.__traceback__

@@ -18,8 +18,9 @@ class RamOptions:
 
     Attributes:
         size: size in bytes. In vLLM, it is the sum over all workers of the engine.
-        shared: ``node``: all engines of this user on this machine that produce the same blocks (same model
-            and layout) share one pool of this size. Empty or None: the engine has its own pool.
+        shared: ``node`` or None. With ``node``, this user's engines on this machine share one pool of this
+            size if they produce equal blocks, which requires the same model, weights, vLLM version and layout
+            (docs/node-pool.md). None: the engine has its own pool.
         keep_s: how long a shared pool remains after its last engine has ended, in seconds; 0: the pool is
             removed at once.
         share: bytes of a shared pool that are guaranteed to this engine while it runs. Other engines may use

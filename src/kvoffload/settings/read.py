@@ -100,7 +100,7 @@ def parse_capacity(field: str, text: str, block_bytes: int | None, unique_blocks
 
 
 class Parser(Protocol):
-    """Protocol of a parser of values, which marks a type: ``Annotated[int, parser]``.
+    """Protocol of the parsers that mark a type: ``Annotated[int, parser]``.
 
     Attributes:
         allowed: description of the values that `parse` accepts, for error messages.
@@ -314,7 +314,7 @@ def given_once(field: str, settings: Iterable[tuple[str, str]]) -> dict[str, str
 
 
 def within(field: str, options: type[T], given: Mapping[str, Any]) -> T:
-    """Build the dataclass `options` from `given`, the value of an option that has options of its own.
+    """Build the dataclass `options` from `given`, the value of an option that itself consists of options.
 
     Raises: the errors of `read_options`, with the name ``field.option`` instead of ``option``.
     """

@@ -86,7 +86,7 @@ class AtOnce:
 
 
 class Shares:
-    """Divides arrivals among several engines, each of which has its own trace.
+    """Divides arrivals among several engines that each have their own trace.
 
     Args:
         whole: arrivals of all requests.

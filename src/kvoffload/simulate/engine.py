@@ -78,7 +78,7 @@ class _Step:
     """A step of the engine.
 
     Attributes:
-        requests: requests of which the step computes prompt tokens.
+        requests: requests whose prompt tokens the step computes.
         budget: number of prompt tokens that may still be added to the step.
         work_s: time to compute the step's prompt tokens, in seconds.
     """

@@ -35,7 +35,7 @@ class Events:
 
 
 class Link:
-    """One direction of a bus or disk, which moves bytes. Jobs run one after another.
+    """A bus or disk that moves bytes in one direction. Jobs run one after another.
 
     Args:
         name: name of the link in reports.

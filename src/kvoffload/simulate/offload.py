@@ -1,8 +1,8 @@
-"""Offloading in a timed replay: the real manager, with copies in simulated time.
+"""Offloading in a timed replay: decisions of the real manager, with copies in simulated time.
 
-Three classes have the same methods. `NoOffload` stores nothing. `Offload` stores computed blocks.
-`VictimOffload` stores blocks that the device will drop soon, as the vLLM connector does. The manager decides
-which blocks are stored.
+Three classes have the same methods and differ in the blocks that they offer to the manager. `NoOffload`
+offers none, `Offload` offers blocks as soon as they are computed, and `VictimOffload` offers blocks that the
+device will drop soon, as the vLLM connector does. The manager decides which of the offered blocks are stored.
 """
 
 from __future__ import annotations
@@ -28,36 +28,34 @@ from kvoffload.traces.trace import Trace
 
 
 class NoOffload:
-    """An engine without offloading.
+    """Offloading of an engine that does not offload, and base class of the others.
 
     Attributes:
-        counts: the counters ``not_worth``, ``no_room``, ``gave_up`` and ``lost`` of `TimedOutcome`.
+        counts: the counters ``not_worth``, ``no_room``, ``gave_up`` and ``lost`` of `TimedOutcome`. A counter
+            that cannot occur may be absent.
     """
 
     def begin(self, request: int) -> RequestContext | None:
-        """Register a request that has arrived.
-
-        Returns the request's context, or None if there is no offloading.
-        """
+        """Register a request that has arrived; returns its context, or None if there is no offloading."""
         return None
 
     def lookup(self, request: int, ctx: RequestContext | None, first: int, end: int) -> int | None:
-        """Return the number of consecutive blocks that can be loaded, from `first` to `end` - 1 at most.
+        """Return how many of the request's blocks from `first` on can be loaded, without a gap, before `end`.
 
-        Returns None if the number is not known yet. The caller must then look up again later.
+        None means that the number is not known yet; the caller must then look up again later.
         """
         return 0
 
     def load(
         self, request: int, ctx: RequestContext | None, first: int, end: int, done: Callable[[], None]
     ) -> None:
-        """Load blocks `first` to `end` of a request that starts. `done` is called when they are loaded."""
+        """Load the blocks ``first:end`` of a request that starts. When they are loaded, `done` is called."""
         done()
 
     def store(self, request: int, ctx: RequestContext | None, first: int, end: int) -> bool:
-        """Offer the computed blocks `first` to `end` of a request.
+        """Offer the computed blocks ``first:end`` of a request to RAM.
 
-        Returns False if the caller must call this method again later.
+        Returns False if the blocks were not taken, so that the caller must offer them again later.
         """
         return True
 
@@ -68,34 +66,34 @@ class NoOffload:
         """Record that the device has evicted these blocks, coldest first."""
 
     def scheduled(self) -> None:
-        """Called when the engine has scheduled a step."""
+        """Called each time after the engine has scheduled a step."""
 
     def poll(self) -> None:
-        """Called before the engine schedules a step."""
+        """Called each time before the engine schedules a step."""
 
     @property
     def counts(self) -> dict[str, int]:
         return {}
 
     def hits(self) -> int:
-        """Number of block references that were loaded so far."""
+        """Return the number of block references that were loaded so far."""
         return 0
 
     def links(self) -> list[LinkReport]:
-        """Return the reports of all links until now."""
+        """Return reports of all links, with the counters until now."""
         return []
 
     def tiers(self) -> list[TimedTierReport]:
-        """Return the reports of all tiers until now, RAM first."""
+        """Return reports of all tiers, RAM first, with the counters until now."""
         return []
 
 
 class Offload(NoOffload):
-    """Offloading of blocks when they are computed.
+    """Offers blocks to RAM as soon as they are computed.
 
     Args:
         wake: called when a job ends for which a request may be waiting.
-        ram: RAM that several engines share. None: this engine has its own RAM.
+        ram: the RAM to use, which other engines may share. None: a new RAM is created.
     """
 
     def __init__(
@@ -121,7 +119,7 @@ class Offload(NoOffload):
 
     @property
     def manager(self) -> AnyManager:
-        """The manager that this engine calls (`Ram.manager_of`). Get it anew for each call."""
+        """The manager of this engine (`Ram.manager_of`), prepared for one call. Get it anew for each call."""
         return self._ram.manager_of(self._number)
 
     def begin(self, request: int) -> RequestContext:
@@ -190,7 +188,7 @@ class Offload(NoOffload):
         return self._keys.of_blocks(self._trace.refs[begin + first : last if end is None else begin + end])
 
     def _copy(self, plan: StorePlan) -> None:
-        """Copy the blocks of a plan to RAM. The blocks become ready when the copy has ended."""
+        """Begin to copy the blocks of a plan to RAM. When the copy ends, the blocks become ready in RAM."""
 
         def copied() -> None:
             self.manager.complete_store(plan)
@@ -203,11 +201,12 @@ class Offload(NoOffload):
 
 
 class VictimOffload(Offload):
-    """Offloading of blocks shortly before the device drops them, as in the vLLM connector.
+    """Offers blocks to RAM shortly before the device drops them, as the vLLM connector does.
 
-    After each step, the free blocks that the device will evict next (the window, `core.window`) are offered,
-    warmest first. A block that the device drops before it was in the window is lost. While the window is
-    larger than the number of free blocks, requests store their computed blocks at once.
+    Each time after the engine has scheduled a step, the free blocks that the device will evict next are
+    offered, warmest first. They are called the window (`core.window`). If the device drops a block before it
+    was in the window, the block is lost. While there are fewer free blocks than the window should contain,
+    blocks are offered as soon as they are computed.
     """
 
     def __init__(self, trace: Trace, config: ReplayConfig, timing: Timing, *rest: Any) -> None:

@@ -77,7 +77,7 @@ def _links(engines: Sequence[Engine], last: Engine, shared_ram: bool) -> list[Li
 
 
 def _tiers(engines: Sequence[Engine], last: Engine, loaded: int, shared_ram: bool) -> list[TimedTierReport]:
-    """Combine the tier reports of all engines, RAM first. Reports of shared tiers are those of `last`."""
+    """Combine the tier reports of all engines, RAM first. For shared tiers, take the reports of `last`."""
     if len(engines) == 1 or not last.tiers:
         return last.tiers
     of_ram = [engine.tiers[0] for engine in engines if engine.tiers]

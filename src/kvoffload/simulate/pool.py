@@ -33,7 +33,7 @@ class Lease:
 
 
 class DevicePool:
-    """Pool of `num_blocks` blocks. A block is held by requests, free with known contents, or blank (without).
+    """Pool of `num_blocks` blocks. A block is held by requests, free with known contents, or blank.
 
     Unlike in vLLM's pool, all blocks that a request will need are reserved when it starts, so that no request
     is preempted.

@@ -192,7 +192,7 @@ class TimedReport(Report, frozen=True, kw_only=True):
             offloading, divided by the same percentile with offloading.
         break_even_tokens: prompt length, in tokens, from which on an idle machine loads the KV cache from RAM
             faster than it computes it; null if loading is never faster.
-        instances, routing, shared_ram: as in `ReplayReport`. Sizes and `max_running` are those of one engine.
+        instances, routing, shared_ram: as in `ReplayReport`. Sizes and `max_running` apply to each engine.
             Totals are sums over all engines, and shares of time are means over all engines.
         share_outside_blocks: share of the prompt tokens that are in no full block; null if it is unknown.
         version: version of kvoffload.

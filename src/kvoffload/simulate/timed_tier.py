@@ -1,4 +1,4 @@
-"""Disk tier in simulated time: the decisions of a real tier, and jobs that take as long as on a disk."""
+"""A disk tier in simulated time. It decides as a real tier does, and its jobs take as long as on a disk."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from kvoffload.transfer import Blocks, Rows
 
 
 class TimedTier(SimulatedTier):
-    """A `SimulatedTier` whose jobs end when a link has moved their bytes.
+    """A `SimulatedTier` whose jobs end when a simulated link has moved their bytes.
 
     Reads and writes have separate links. A block cannot be read while it is being written.
 
     Args:
-        name: name in the report.
-        moved_bytes: number of bytes that the link moves to read or write one block.
-        wake: called when a job has ended.
-        options: options of `SimulatedTier`.
+        name: name of the tier in reports.
+        moved_bytes: number of bytes that a link moves to read or write one block.
+        wake: called each time a job has ended.
+        options: keyword arguments of `SimulatedTier`.
 
     Attributes:
         reads, writes: links of the disk, one for each direction.
@@ -48,9 +48,9 @@ class TimedTier(SimulatedTier):
         self.reads, self.writes, self._moved_bytes = reads, writes, moved_bytes
 
     def share(self, first: TimedTier) -> None:
-        """Share the blocks and the write budget of another engine's tier, but not its jobs.
+        """Use the blocks and the write budget of another engine's tier from now on, but keep separate jobs.
 
-        Call this method before all others.
+        Call this method before any other method.
         """
         self._manager, self._purse = first._manager, first._purse
 
@@ -67,7 +67,7 @@ class TimedTier(SimulatedTier):
         return self._begin(self.reads, num_blocks, ok, lambda: None)
 
     def begin_write(self, plan: StorePlan) -> int:
-        """Begin the write of accepted blocks. The blocks are readable when the link has moved their bytes."""
+        """Begin to write accepted blocks. They become readable when the link has moved their bytes."""
         ok = np.ones(len(plan), np.bool_)
         return self._begin(self.writes, len(plan), ok, lambda: self._manager.complete_store(plan))
 

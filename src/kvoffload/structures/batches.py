@@ -1,6 +1,6 @@
 """Batches of keys as arguments of kernels: a list of ``bytes``, or the words of a `Keys`.
 
-Kernels read a list in place through Python's C interface. Kernels with a `KeyBatch` therefore keep the GIL.
+Kernels read a list in place through Python's C interface, so kernels with a `KeyBatch` keep the GIL.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvoffload.structures.jit import U64Matrix, inline
 from kvoffload.structures.structs import c_function
 
 WRONG_KEY = 0
-"""Result of `key_at` for a key of the wrong length or type."""
+"""Result of `key_at` instead of an address, for a key of the wrong length or type."""
 
 _WORD, _INT, _BYTE = ir.IntType(64), ir.IntType(32), ir.IntType(8)
 
@@ -26,7 +26,7 @@ _WORD, _INT, _BYTE = ir.IntType(64), ir.IntType(32), ir.IntType(8)
 class KeyBatchType(nb.Type):
     """numba's type of a batch: its address, its size, and a flag that is True for a list.
 
-    The size of a list is its number of keys. The size of packed keys is their number of bytes.
+    For a list, the size is its number of keys. For packed keys, it is their number of bytes.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class KeyBatchType(nb.Type):
 
 
 KeyBatch: TypeAlias = Annotated[Any, KeyBatchType()]
-"""Annotation of a kernel's argument: a list of ``bytes``, or `Keys.words`."""
+"""Annotation for a kernel's argument that is a batch of keys: a list of ``bytes``, or `Keys.words`."""
 
 
 class OneKeyType(nb.Type):
@@ -45,7 +45,7 @@ class OneKeyType(nb.Type):
 
 
 OneKey: TypeAlias = Annotated[Any, OneKeyType()]
-"""Annotation of a kernel's argument: ``bytes``. Other objects raise `TypeError`."""
+"""Annotation for a kernel's argument that is one key, as ``bytes``. Other objects raise `TypeError`."""
 
 
 @register_model(OneKeyType)
@@ -108,9 +108,9 @@ def _unbox_key(kind: Any, value: Any, c: Any) -> Any:
 
 
 def _listed_key(typing_context: Any, address: Any, row: Any, key_bytes: Any) -> Any:
-    """Return the address of the bytes of a list item.
+    """Return the address of the bytes of item `row` of the list at `address`.
 
-    Return `WRONG_KEY` unless the item is ``bytes`` of length `key_bytes`.
+    If the item is not ``bytes`` of length `key_bytes`, returns `WRONG_KEY`.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -158,13 +158,13 @@ _load8, _load4, _load2, _load1 = (
 
 @inline
 def num_keys(batch: KeyBatch, num_words: int) -> int:
-    """Return the number of keys. A packed key has `num_words` words."""
+    """Return the number of keys in a batch. In packed form, a key has `num_words` words."""
     return batch.size if batch.is_list else batch.size // (8 * num_words)
 
 
 @inline
 def key_at(batch: KeyBatch, row: int, key_bytes: int, num_words: int) -> int:
-    """Return the address of a key's bytes, or `WRONG_KEY`."""
+    """Return the address of the bytes of key number `row`; `WRONG_KEY` if its length or type is wrong."""
     if batch.is_list:
         return _key_in_list(batch.address, row, key_bytes)
     return batch.address + row * 8 * num_words
@@ -172,7 +172,7 @@ def key_at(batch: KeyBatch, row: int, key_bytes: int, num_words: int) -> int:
 
 @inline
 def word_at(address: int, word: int, key_bytes: int) -> np.uint64:
-    """Return word number `word` of the key at an address, as `Keys.pack` would pack it.
+    """Return word number `word` of the packed form (`Keys.pack`) of the key at `address`.
 
     Reads no byte beyond the key.
     """
@@ -191,14 +191,14 @@ def word_at(address: int, word: int, key_bytes: int) -> np.uint64:
 
 @inline
 def pack_key(address: int, key_bytes: int, keys: U64Matrix, row: int) -> None:
-    """Pack the key at an address into ``keys[row]``."""
+    """Write the packed form of the key at `address` to ``keys[row]``."""
     for word in range(keys.shape[1]):
         keys[row, word] = word_at(address, word, key_bytes)
 
 
 @inline
 def is_key_at(address: int, key_bytes: int, keys: U64Matrix, row: int) -> bool:
-    """Return True if the key at an address equals ``keys[row]``."""
+    """Return True if the unpacked key at `address` equals the packed key ``keys[row]``."""
     for word in range(keys.shape[1]):  # noqa: SIM110  (a generator is not a loop to numba)
         if keys[row, word] != word_at(address, word, key_bytes):
             return False

@@ -1,6 +1,7 @@
 """Digests of keys: 64-bit hashes for checksums and for small tables.
 
-Tiers may persist digests, so the hash function must never change. (`index.hash_row` is another function.)
+Tiers may store digests on disk, so this hash function must never change. The index uses another function,
+`index.hash_row`.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ import numpy as np
 from kvoffload.structures.jit import ReadU64Matrix, U64Array, inline, kernel
 
 ODD = np.uint64(0x9E3779B97F4A7C15)
-"""Increment of splitmix64. It is odd, so that all its multiples differ. Its bits are irregular."""
+"""Increment of splitmix64. It is odd, so that all its multiples modulo 2^64 differ. Its bits look random."""
 
 
 def digests_of(words: ReadU64Matrix, key_bytes: int) -> U64Array:
-    """Return the digest of each packed key: shape ``(len(words),)``, uint64.
+    """Return the digests of packed keys: uint64, shape ``(len(words),)``.
 
-    Different keys of up to 8 bytes have different digests. Longer keys collide with probability 2^-64.
-    Cost: 2 ns a word. Thread: any.
+    Two different keys of up to 8 bytes always have different digests. Two longer keys have the same digest
+    with probability 2^-64. Cost: 2 ns a word. Thread: any.
     """
     digests = np.empty(len(words), np.uint64)
     _digest(words, key_bytes, digests)

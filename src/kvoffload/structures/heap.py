@@ -1,12 +1,14 @@
 """An indexed heap of positions, for policies that order blocks by priority.
 
-A min-heap of chains. Positions of equal rank are ordered by their stamps. Does not know keys, or the meaning
-of a rank.
+A position has a rank (its priority) and a stamp (the time of its insertion), which orders positions of equal
+rank. The heap does not know keys, or the meaning of a rank.
 
-A chain is an ascending list of positions. Only its first position is in the heap; when it leaves, the next
-position takes its place. Consecutive pushes in ascending or descending order form a chain. The ranks of
-blocks often ascend or descend along a request's path. The path is then one chain, and the heap fits the
-processor's cache. Without ordered pushes, every chain has one position, and the structure is a plain heap.
+To keep the heap small, it does not contain all positions, but one position of each *chain*. A chain is a list
+of positions in ascending order. Only its first position is in the heap; when this position is removed, the
+next position of the chain takes its place. Positions that are pushed one after the other in ascending or
+descending order form a chain. The ranks of blocks often ascend or descend along a request's path; then the
+path is one chain, and the heap fits the processor's cache. If pushes are unordered, every chain has one
+position, and the structure is a plain binary min-heap.
 """
 
 from __future__ import annotations
@@ -25,15 +27,17 @@ class Heap(Struct):
     """An empty heap over `num_positions` positions. Memory: 32 bytes a position.
 
     Attributes:
-        order: shape ``(num_positions, 2)``: rank and stamp of each position. Stamps are integers.
-        links: shape ``(num_positions, 3)``: columns BEFORE and AFTER are the previous and the next position
-            in the chain, or NONE. Column PLACE is the index in `firsts`, for the first position of a chain.
-        firsts: first positions of the chains, in heap order; only `num_chains` entries are valid.
+        order: rank and stamp of each position; shape ``(num_positions, 2)``. Stamps are integers.
+        links: shape ``(num_positions, 3)``. The columns BEFORE and AFTER have the previous and the next
+            position of the chain, or NONE. For the first position of a chain, the column PLACE has its index
+            in `firsts`.
+        firsts: the first position of each chain, in heap order. Only the first `num_chains` entries are
+            valid.
         size: number of positions in all chains.
-        clock: the last stamp.
-        last: the position that was pushed last, or NONE.
-        aside: the latest position that was set aside, or NONE. Positions that are set aside form a list: for
-            each position, column AFTER is the previous position that was set aside.
+        clock: the stamp that was given last.
+        last: the position that was inserted last, or NONE.
+        aside: the position that was set aside last (`set_aside`), or NONE. Positions that are set aside form
+            a linked list: for each of them, the column AFTER has the position that was set aside before it.
     """
 
     order: F64Matrix
@@ -59,7 +63,7 @@ class Heap(Struct):
         self.last = self.aside = NONE
 
     def chains(self) -> list[list[int]]:
-        """Return the positions by chain. Cost: O(n), for tests and reports."""
+        """Return a list of the positions of each chain. Cost: O(n), for tests and reports."""
         chains = []
         for position in self.firsts[: self.num_chains].tolist():
             chains.append([position])
@@ -91,7 +95,7 @@ def _put(heap: Heap, place: int, position: int) -> None:
 
 @inline
 def _sift_up(heap: Heap, hole: int, position: int) -> None:
-    """Write a position to the free place `hole`, or further up while the position is less than its parent."""
+    """Move the free place `hole` up while its parent is greater, then put `position` there."""
     order, firsts = heap.order, heap.firsts
     while hole > 0:
         parent = (hole - 1) >> 1
@@ -104,7 +108,7 @@ def _sift_up(heap: Heap, hole: int, position: int) -> None:
 
 @inline
 def _sift_down(heap: Heap, hole: int, position: int) -> None:
-    """Write a position to the free place `hole`, or further down while it is greater than a child."""
+    """Move the free place `hole` down while a child is less, then put `position` there."""
     order, firsts, size = heap.order, heap.firsts, heap.num_chains
     while True:
         child = 2 * hole + 1
@@ -121,7 +125,7 @@ def _sift_down(heap: Heap, hole: int, position: int) -> None:
 
 @inline
 def _end_chain(heap: Heap, place: int) -> None:
-    """Remove an empty chain from `place`. The last entry of `firsts` fills the place."""
+    """Remove the chain at index `place` of `firsts`, because it is empty. The last chain fills the gap."""
     heap.num_chains -= 1
     moved = heap.firsts[heap.num_chains]
     if place < heap.num_chains:
@@ -131,13 +135,13 @@ def _end_chain(heap: Heap, place: int) -> None:
 
 @inline
 def insert_again(heap: Heap, position: int) -> None:
-    """Insert a position whose rank and stamp are set.
+    """Insert a position whose rank and stamp are already set.
 
-    Let L be the position that was pushed last. The new position joins the chain of L or starts a new chain:
+    If possible, `position` extends the chain of L, the position that was inserted last:
 
-    - If L is the first of its chain, and `position` is less than L: `position` becomes the first of this
+    - If L is the first of its chain, and `position` is less than L, `position` becomes the first of this
       chain.
-    - If L is the last of its chain, and `position` is greater than L: `position` becomes the last of this
+    - If L is the last of its chain, and `position` is greater than L, `position` becomes the last of this
       chain.
     - Otherwise `position` starts a new chain.
     """
@@ -168,7 +172,7 @@ def push(heap: Heap, position: int, rank: float) -> None:
 
 @inline
 def take_out(heap: Heap, position: int) -> None:
-    """Remove a position. Its rank stays readable."""
+    """Remove a position from the heap. Its rank and stamp stay readable."""
     links = heap.links
     before, after = links[position, BEFORE], links[position, AFTER]
     heap.size -= 1

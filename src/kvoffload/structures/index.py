@@ -1,12 +1,14 @@
-"""A hash index from keys to positions, over flat arrays. Used for managers, ghosts and request paths.
+"""A hash index from keys to positions, in flat arrays. Used for managers, ghosts and request paths.
 
-- `table`: an open-addressing hash table with linear probing. An entry is 0 (empty) or
-  ``tag << 32 | position + 1``. The tag is the upper half of the key's hash.
-- `keys`: the key of each position. The caller chooses the position of each key.
+The index has two arrays:
 
-The home bucket of a key is ``tag * buckets >> 32``. The number of buckets is therefore arbitrary, and a
-removal closes the gap (backward shift) without reading `keys`. Both arrays have their final size from the
-start, so there are no rehashes, tombstones or pauses.
+- `table` is an open-addressing hash table with linear probing. An entry is 0 (empty) or ``tag << 32 |
+  position + 1``, where the tag is the upper half of the key's hash.
+- `keys` has the key of each position. The caller chooses the position of each key.
+
+The search for a key begins at its home bucket, ``tag * buckets >> 32``. This formula allows any number of
+buckets. It needs only the tag, so a removal can close the gap (backward shift) without reading `keys`. Both
+arrays have their final size from the start, so there are no rehashes, tombstones or pauses.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ from kvoffload.structures.structs import Struct
 ABSENT = -1
 
 MAX_POSITIONS = 2**31 - 2
-"""Largest number of positions, because positions and links are 32-bit numbers."""
+"""Largest number of positions in an index or a list, because positions are stored as 32-bit numbers."""
 
 
 class Index(Struct):
-    """A map from keys to positions `0 <= position < num_positions`.
+    """A map from keys to positions, which are numbers from 0 to ``num_positions - 1``.
 
-    Memory: 16 bytes a position, and the key's words. Cost: one or two cache misses for a lookup, insert or
-    removal (15-50 ns at a million positions).
+    Memory: 16 bytes a position, and the key's words. Cost: a lookup, insertion or removal takes one or two
+    cache misses (15 to 50 ns in an index of a million positions).
     """
 
     table: U64Array
@@ -44,9 +46,10 @@ class Index(Struct):
         )
 
     def populate(self) -> Index:
-        """Touch all memory now.
+        """Write all memory of the index now; returns the index.
 
-        Otherwise the first touch of a page would delay a later request by up to 1 ms.
+        Otherwise the operating system would allocate pages during later requests, and delay them by up to 1
+        ms each.
         """
         self.table.fill(0)
         self.keys.fill(0)
@@ -61,7 +64,7 @@ class Index(Struct):
         return _find(self.memory, key)
 
     def put(self, key: bytes, position: int) -> None:
-        """Put a key, which must be absent, at `position`. For tests: kernels call `insert`."""
+        """Add a key, which must be absent, at `position`. This method is for tests; kernels call `insert`."""
         _insert(self.memory, Keys.pack([key], self.key_bytes).words, position)
 
     def keys_at(self, positions: np.ndarray) -> Keys:
@@ -88,7 +91,10 @@ def _finish(h: np.uint64) -> np.uint64:
 
 @inline
 def hash_row(keys: U64Matrix, row: int) -> np.uint64:
-    """Return the 64-bit hash of a packed key: multiply and shift for each word, then murmur3's finalizer."""
+    """Return the 64-bit hash of the packed key ``keys[row]``.
+
+    For each word the hash is multiplied and shifted, and at the end finished as in murmur3.
+    """
     h = np.uint64(0x9E3779B97F4A7C15)
     for word in range(keys.shape[1]):
         h = _mix(h, keys[row, word])
@@ -96,9 +102,9 @@ def hash_row(keys: U64Matrix, row: int) -> np.uint64:
 
 
 def words_with_hash(hashes: U64Array, num_words: int = 1) -> U64Array:
-    """Return, for each hash, a packed key that has this hash: shape ``(len(hashes), num_words)``.
+    """Return, for each hash, a packed key of `num_words` words that has this hash (`hash_row`).
 
-    All words but the first are 0. If keys have one word, no other key has the same hash.
+    All words of a key except the first are 0. If `num_words` is 1, no other key has the same hash.
     """
     words = np.zeros((len(hashes), num_words), np.uint64)
     with np.errstate(over="ignore"):
@@ -116,7 +122,7 @@ def _inverse(odd: int) -> np.uint64:
 
 @inline
 def same_key(a: U64Array, i: int, b: U64Array, j: int) -> bool:
-    """Return True if the rows `a[i]` and `b[j]` are the same key."""
+    """Return True if the packed keys ``a[i]`` and ``b[j]`` are equal."""
     for word in range(a.shape[1]):  # noqa: SIM110  (a generator is not a loop to numba)
         if a[i, word] != b[j, word]:
             return False
@@ -138,7 +144,7 @@ def home_bucket(table: U64Array, h: np.uint64) -> int:
 
 @inline
 def bucket_of(index: Index, batch: U64Matrix, row: int, h: np.uint64) -> int:
-    """Return the bucket of the key `batch[row]` with hash `h`; for an absent key, its empty bucket."""
+    """Return the bucket of the key ``batch[row]`` with hash `h`, or the empty bucket for an absent key."""
     table, keys = index.table, index.keys
     tag = h >> np.uint64(32)
     bucket = home_bucket(table, h)
@@ -153,7 +159,7 @@ def bucket_of(index: Index, batch: U64Matrix, row: int, h: np.uint64) -> int:
 
 @inline
 def position_in(entry: np.uint64) -> int:
-    """Return the position in a bucket's entry, or ABSENT for an empty bucket."""
+    """Return the position that an entry of `table` contains; ABSENT for the entry of an empty bucket."""
     return np.int64(entry & np.uint64(0xFFFFFFFF)) - 1
 
 
@@ -165,9 +171,9 @@ def find(index: Index, batch: U64Matrix, row: int, h: np.uint64) -> int:
 
 @inline
 def fill_bucket(index: Index, bucket: int, batch: U64Matrix, row: int, h: np.uint64, position: int) -> None:
-    """Put the key `batch[row]` at `position`.
+    """Add the absent key ``batch[row]`` with hash `h` at `position`.
 
-    `bucket` must be the empty bucket that `bucket_of` has returned.
+    `bucket` must be the empty bucket that `bucket_of` returned for this key.
     """
     copy_key(index.keys, position, batch, row)
     index.table[bucket] = (h & np.uint64(0xFFFFFFFF00000000)) | np.uint64(position + 1)
@@ -175,7 +181,7 @@ def fill_bucket(index: Index, bucket: int, batch: U64Matrix, row: int, h: np.uin
 
 @inline
 def insert(index: Index, batch: U64Matrix, row: int, h: np.uint64, position: int) -> None:
-    """Put the key `batch[row]`, which must be absent, at `position`."""
+    """Add the key ``batch[row]`` with hash `h`, which must be absent, at `position`."""
     table = index.table
     bucket = home_bucket(table, h)
     while table[bucket] != 0:
@@ -187,13 +193,13 @@ def insert(index: Index, batch: U64Matrix, row: int, h: np.uint64, position: int
 
 @inline
 def remove(index: Index, position: int) -> None:
-    """Remove the key at `position` from the table (see `remove_hashed`)."""
+    """Remove the key at `position` from the table. The key itself stays readable in `keys`."""
     remove_hashed(index, position, hash_row(index.keys, position))
 
 
 @inline
 def remove_hashed(index: Index, position: int, h: np.uint64) -> None:
-    """Remove the key at `position`, with hash `h`, from the table. The key's row stays readable."""
+    """Remove the key at `position`, whose hash is `h`, from the table. The key stays readable in `keys`."""
     table = index.table
     size = table.shape[0]
     entry = (h & np.uint64(0xFFFFFFFF00000000)) | np.uint64(position + 1)
@@ -222,9 +228,9 @@ def remove_hashed(index: Index, position: int, h: np.uint64) -> None:
 
 @inline
 def find_key(index: Index, address: int) -> int:
-    """Return the position of the unpacked key at `address`, or ABSENT.
+    """Return the position of the unpacked key at the memory address `address`, or ABSENT.
 
-    The key has ``index.key_bytes`` bytes.
+    The length of the key must be ``index.key_bytes``.
     """
     table, keys, key_bytes = index.table, index.keys, index.key_bytes
     h = np.uint64(0x9E3779B97F4A7C15)

@@ -1,8 +1,9 @@
-"""Compilation of kernels with numba. A kernel is a loop over flat arrays. Only this module configures numba.
+"""Compilation of kernels with numba. Only this module configures numba.
 
-The annotations of a kernel are its only signature; a call with other types fails. A kernel is compiled before
-it is needed, never inside a request. This takes about a second. Later starts load the kernel in milliseconds,
-from the wheel (`shipped`) or from numba's on-disk cache (`kernel_cache`).
+A kernel is a function with loops over flat arrays. It is compiled for the types of its annotations; a call
+with other types fails. Kernels are compiled before they are needed, never inside a request, because
+compilation takes about a second per kernel. Later starts load a kernel in milliseconds, from the wheel
+(`shipped`) or from numba's on-disk cache (`kernel_cache`).
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Kernel:
     """A function that is compiled on first use, together with all other registered kernels.
 
     Constructors of managers and pools call `compile_all`, so that nothing is compiled inside a request. After
-    compilation the machine code replaces this object in its module.
+    compilation, the compiled function replaces this object in the kernel's module.
     """
 
     def __init__(self, function: Callable[..., Any], make: Callable[[Callable[..., Any]], Any]) -> None:
@@ -88,14 +89,14 @@ class Kernel:
 
     @property
     def address(self) -> int:
-        """Address of the machine code. Available only for functions that are marked with `by_address`."""
+        """Address of the machine code. Only functions that are marked with `by_address` have it."""
         compile_all()
         address: int = self.made.address
         return address
 
     @property
     def made(self) -> Any:
-        """The machine code, compiled on first access."""
+        """The compiled function. The first access compiles it."""
         if self._made is None:
             try:
                 self._made = self._make(self.function)
@@ -116,7 +117,8 @@ _COMPILING = threading.RLock()
 def compile_all() -> int:
     """Compile every registered kernel that is not yet compiled; returns their number.
 
-    Cost: 1 s for each kernel the first time, 5 ms from the wheel or from numba's on-disk cache. Thread: any.
+    Cost: about 1 s to compile a kernel, or 5 ms to load it from the wheel or from numba's on-disk cache.
+    Thread: any.
     """
     count = 0
     if _WAITING and not _SHIPPED.is_usable:
@@ -129,19 +131,20 @@ def compile_all() -> int:
 
 
 def kernel(function: F) -> F:
-    """Mark a function as a kernel, compiled for exactly the types of its annotations. Keeps the GIL.
+    """Decorator that turns a function into a kernel, compiled for exactly the types of its annotations.
 
-    A kernel with a struct or a batch of keys as argument does not check its arguments, because only the
-    control plane calls it. In all other kernels numba checks every argument, at 0.1 us or more per call.
+    The kernel keeps the GIL. If an argument is a struct or a batch of keys, the kernel does not check its
+    arguments, because only the control plane calls it. In all other kernels numba checks every argument,
+    which costs 0.1 us or more per call.
     """
     return cast(F, Kernel(function, compiled))
 
 
 def compiled(function: F, *, cache: bool = True, nogil: bool = False) -> F:
-    """Compile a kernel now.
+    """Compile a kernel now, and return the compiled function.
 
-    Tests pass ``cache=False``: if only the helpers of a test's kernel change, numba would otherwise use old
-    machine code.
+    Tests pass ``cache=False``, because numba does not notice if only the helpers of a test's kernel have
+    changed, and would use old machine code from the cache.
     """
     made = _dispatcher(function, cache=cache, nogil=nogil, **_OPTIONS)
     if all(isinstance(kind, nb.Array) or kind in _PLAIN.values() for kind in _arguments(function)):
@@ -151,22 +154,22 @@ def compiled(function: F, *, cache: bool = True, nogil: bool = False) -> F:
 
 
 def long_kernel(function: F) -> F:
-    """Mark a function as a kernel that releases the GIL, for loops that take milliseconds.
-
-    Callers use it like a `kernel`.
-    """
+    """Decorator like `kernel`, but the kernel releases the GIL; for loops that take milliseconds."""
     return cast(F, Kernel(function, functools.partial(compiled, nogil=True)))
 
 
 def by_address(function: Callable[..., Any]) -> Kernel:
-    """Mark a function that kernels call by `address` (`structs.call_2`). The function must return nothing."""
+    """Decorator for a function that kernels call by its address (`structs.call_2`).
+
+    The function must return nothing.
+    """
     return Kernel(function, _callback)
 
 
 class _HelperCompiler(Compiler):
-    """Compiles a helper without LLVM's optimization, because each kernel is optimized with its helpers.
+    """Compiles helpers without LLVM's optimization, because kernels are optimized with their helpers.
 
-    Saves a quarter of the compilation time. The speed of kernels is the same.
+    This saves a quarter of the compilation time and does not change the speed of kernels.
     """
 
     def define_pipelines(self) -> Any:
@@ -177,13 +180,13 @@ class _HelperCompiler(Compiler):
 
 
 def inline(function: F) -> F:
-    """Mark a helper that is compiled into each kernel that calls it, and is never called from Python."""
+    """Decorator for a helper, which is compiled into each kernel that calls it. Python cannot call it."""
     options: Any = {"forceinline": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True, "_nrt": False}
     return cast(F, numba.njit(pipeline_class=_HelperCompiler, **options)(function))
 
 
 def _dispatcher(function: Callable[..., Any], *, cache: bool = True, **options: Any) -> Any:
-    """Compile a function as ``njit(signature, cache=True)`` does, but with our cache."""
+    """Compile a function as ``njit(signature, cache=True)`` does, but with a `shipped.KernelCache`."""
     made: Any = numba.njit(**options)(function)
     if cache:
         made._cache = shipped.KernelCache(function, _SHIPPED, _HAS_FILES)
@@ -193,7 +196,7 @@ def _dispatcher(function: Callable[..., Any], *, cache: bool = True, **options: 
 
 
 def _callback(function: Callable[..., Any]) -> Any:
-    """Compile a function as ``cfunc(signature, cache=True)`` does, but with our cache."""
+    """Compile a function as ``cfunc(signature, cache=True)`` does, but with a `shipped.KernelCache`."""
     signature = _signature(function)
     made: Any = CFunc(function, (signature.args, signature.return_type), locals={}, options=_OPTIONS)
     made._cache = shipped.KernelCache(function, _SHIPPED, _HAS_FILES)
@@ -224,8 +227,9 @@ def _compiled_type(hint: Any) -> Any:
 def _prefetch(typing_context: Any, array: Any, row: Any) -> Any:
     """Prefetch the first bytes of ``array[row]`` into the processor's cache, without waiting.
 
-    With a million blocks, the control plane spends most of its time waiting for cache lines, one after the
-    other. If a loop first prefetches all its cache lines, it waits for about one of them.
+    With a million blocks, the control plane spends most of its time waiting for cache lines. If a loop first
+    prefetches all lines that it will read, they are fetched at the same time, and the loop waits about as
+    long as for one.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:

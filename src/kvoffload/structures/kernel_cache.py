@@ -1,10 +1,11 @@
-"""The on-disk cache of compiled kernels, so that only the first start compiles.
+"""The on-disk cache of compiled kernels, which makes sure that only the first start compiles them.
 
-The first usable place is chosen: ``NUMBA_CACHE_DIR``, the package's ``__pycache__`` directories, the user's
-cache directory, a temporary directory of this process. A cache outside the package, as in a read-only
-container, starts with a copy of the package's compiled kernels.
+The cache is in the first of these places that is usable: ``NUMBA_CACHE_DIR``, the package's ``__pycache__``
+directories, the user's cache directory, or a temporary directory of this process. If it is outside the
+package, for example because a container is read-only, it begins as a copy of the compiled kernels in the
+package.
 
-Cached kernels are machine code that runs unchecked. Outside the package, kernels are therefore loaded only
+Cached kernels are machine code that runs unchecked. Therefore, outside the package, kernels are loaded only
 from directories that this user owns and no other user can write.
 """
 
@@ -26,7 +27,7 @@ from typing import Any
 import numba
 
 COMPILING = logging.getLogger("kvoffload.compiling")
-"""Logger of messages about compilation. A message at level INFO means that compilation delays this start."""
+"""Logger for messages about compilation. A message of level INFO says that compilation delays the start."""
 _USUAL_S = 20
 _config: Any = numba.config
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -36,12 +37,13 @@ _STAMP = _PACKAGE / "structures" / "__pycache__" / "kernels.stamp"
 
 
 def prepare(*, is_needed: bool = True) -> bool:
-    """Choose the cache directory. Called once, before the first compilation.
+    """Choose the cache directory. Call this once, before the first compilation.
 
-    Returns False if no directory is usable.
+    Returns False if no directory is usable; then kernels are not cached.
 
     Args:
-        is_needed: False if this package's kernels need no cache. No warning is then logged.
+        is_needed: False if this package's kernels need no cache, because the wheel contains them. Then no
+            warning is logged if no directory is usable.
     """
     digest, configured = digest_of_sources(), _config.CACHE_DIR
     _config.CACHE_DIR = ""
@@ -68,7 +70,7 @@ def prepare(*, is_needed: bool = True) -> bool:
 
 
 def announce_compilation(reason: str = "") -> None:
-    """Log that compilation delays this start, and why. Logs nothing if kernels are cached."""
+    """Log that compilation delays this start, for this reason. Logs nothing if there are cached kernels."""
     if not any(any(kept.glob("*.nbi")) for _, kept in _places()):
         because = f", because {reason}" if reason else ""
         COMPILING.info(
@@ -77,7 +79,10 @@ def announce_compilation(reason: str = "") -> None:
 
 
 def forget(function: Callable[..., Any]) -> None:
-    """Delete a kernel's cache files, which an interrupted write may have damaged. Raises `OSError`."""
+    """Delete a kernel's cache files, which an interrupted write may have damaged.
+
+    Raises: `OSError` if a file cannot be deleted.
+    """
     source = Path(function.__code__.co_filename).resolve()
     for directory, kept in _places():
         if directory == source.parent:
@@ -86,7 +91,7 @@ def forget(function: Callable[..., Any]) -> None:
 
 
 def _use(place: Path, digest: str) -> None:
-    """Cache kernels in this directory. Copy the package's kernels to it if they match the sources."""
+    """Make `place` the cache directory, and copy the package's compiled kernels to it if they are current."""
     _config.CACHE_DIR = str(place)
     with contextlib.suppress(OSError):
         if _STAMP.read_text() != digest:
@@ -100,7 +105,7 @@ def _use(place: Path, digest: str) -> None:
 
 
 def _copy(kernel: Path, kept: Path) -> None:
-    """Copy a file atomically, because other processes of the engine may read the cache at the same time."""
+    """Copy a file to the directory `kept`, atomically, because other processes may be reading it."""
     kept.mkdir(mode=0o700, exist_ok=True)
     unfinished = kept / f".{kernel.name}.{os.getpid()}"
     try:
@@ -127,7 +132,7 @@ def _users_cache() -> Path | None:
 
 
 def trusted_directory(home: Path, digest: str) -> Path | None:
-    """Create a directory below `home` that only this user can write or replace. Return None on failure."""
+    """Create or find a directory below `home` that only this user can write or replace; None on failure."""
     if not _is_safe(home):
         return None
     place = home / f"kvoffload-{digest[:16]}"
@@ -146,7 +151,7 @@ def _is_own(directory: Path) -> bool:
 
 
 def _is_safe(home: Path) -> bool:
-    """Return True if no other user can create this directory or replace directories in it."""
+    """Return True if no other user can create the directory `home`, or replace directories in it."""
     place = home
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -169,10 +174,10 @@ def _can_write(directory: Path) -> bool:
 
 @functools.cache
 def digest_of_sources() -> str:
-    """Hash all source files that contain kernels, or helpers that numba compiles into kernels.
+    """Hash all source files that contain kernels, or helpers that are compiled into kernels.
 
-    numba compiles a cached kernel again only if the kernel's own file has changed. Without this hash, the
-    cached kernel would therefore run old code after an edit or an upgrade of a helper in another file.
+    numba notices only changes in the kernel's own file. If a helper in another file changes, by an edit or an
+    upgrade, a cached kernel would run old code. This hash makes sure that the kernel is then compiled again.
     """
     digest = hashlib.sha256()
     for path in sorted(_PACKAGE.rglob("*.py")):
@@ -183,7 +188,7 @@ def digest_of_sources() -> str:
 
 
 def _prepare_package(digest: str) -> bool:
-    """Delete outdated kernels in the package. Returns False if the package is not writable."""
+    """Delete outdated cached kernels of the package. Returns False if the package is not writable."""
     if not _can_write(_STAMP.parent):
         return False
     try:

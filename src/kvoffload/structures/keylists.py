@@ -1,6 +1,7 @@
-"""Recency lists of keys without blocks, such as ghosts of evicted blocks or counted keys.
+"""Recency lists of keys that need no cached block, such as ghosts (keys of evicted blocks).
 
-Owns an index over a fixed number of positions, the lists that order them, and a list of spare positions.
+Owns an index with a fixed number of positions, the lists that order the positions in use, and a list of the
+unused positions.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from kvoffload.structures.structs import Struct
 
 
 class KeyLists(Struct):
-    """At most `capacity` keys in `num_lists` lists, most recent first.
+    """Up to `capacity` keys in `num_lists` lists, each with the most recent key first.
 
-    One further list holds the spare positions. Memory: 28 bytes and the key's length for each key.
+    A further list has the unused positions. Memory: 28 bytes and the key's length for each key of the
+    capacity.
     """
 
     index: Index
@@ -49,9 +51,9 @@ class KeyLists(Struct):
 
 @inline
 def remember(keys: KeyLists, sentinel: int, batch: U64Matrix, row: int, h: np.uint64) -> int:
-    """Put the absent key `batch[row]` at the head of a list; returns its position.
+    """Add the absent key ``batch[row]`` with hash `h` at the head of a list; returns its position.
 
-    At least one position must be spare.
+    The capacity must not be reached yet.
     """
     links = keys.lists.links
     position = links[links.shape[0] - 1, PREV]
@@ -63,7 +65,7 @@ def remember(keys: KeyLists, sentinel: int, batch: U64Matrix, row: int, h: np.ui
 
 @inline
 def forget(keys: KeyLists, position: int) -> None:
-    """Forget the key at `position`. The position becomes spare."""
+    """Forget the key at `position`, which becomes unused."""
     links = keys.lists.links
     remove(keys.index, position)
     unlink(links, position)
@@ -88,7 +90,7 @@ def prefetch_keys(keys: U64Matrix, lists: Lists, number: int, count: int) -> Non
 
 @inline
 def prefetch_buckets(table: U64Array, keys: U64Matrix, lists: Lists, number: int, count: int) -> None:
-    """Prefetch the index buckets of the `count` coldest members of a list. Call `prefetch_keys` first."""
+    """Prefetch the index buckets of a list's `count` coldest keys. Call `prefetch_keys` some time before."""
     links, sentinel = lists.links, lists.num_positions + number
     position = links[sentinel, PREV]
     for _ in range(min(count, np.int64(links[sentinel, LIST]))):

@@ -1,6 +1,7 @@
 """Batches of block keys in the packed form that kernels read.
 
-In this module a key is only a byte string. All keys of one manager have the same length.
+This module knows nothing about a key except that it is a byte string. All keys of one manager have the same
+length.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ KeyDigests: TypeAlias = npt.NDArray[np.uint64]
 class Keys(Sequence[bytes]):
     """A batch of keys of one length, packed into rows of 64-bit words.
 
-    Methods of managers take a list of ``bytes`` or a `Keys`. A list is packed in each call, at about 30 ns a
-    key. To reuse keys, pack them once with `Keys.pack` and pass slices (`keys[:n]`, a view). Do not change
-    `words`, because managers keep references to its rows.
+    Methods of managers accept keys as a list of ``bytes`` or as a `Keys`. A list must be packed in each call,
+    which costs about 30 ns a key. If you use keys more than once, pack them with `Keys.pack` and pass slices
+    such as ``keys[:n]``, which are views. Do not change `words`, because managers keep references to its
+    rows.
 
     Attributes:
-        words: shape ``(len(keys), words_per_key(key_bytes))``, uint64, C-contiguous, little-endian. Rows are
-            padded with zero bytes.
+        words: one row for each key, padded with zero bytes: uint64, little-endian, C-contiguous, shape
+            ``(len(keys), words_per_key(key_bytes))``.
         key_bytes: length of one key in bytes.
     """
 
@@ -43,7 +45,7 @@ class Keys(Sequence[bytes]):
 
     @classmethod
     def pack(cls, keys: Sequence[bytes], key_bytes: int) -> Keys:
-        """Pack `keys`. Raises `ValueError`, which names the first key whose length is not `key_bytes`."""
+        """Pack `keys`. Raises `ValueError` that names the first key whose length is not `key_bytes`."""
         count, num_words = len(keys), words_per_key(key_bytes)
         padding = bytes(8 * num_words - key_bytes)
         joined = padding.join([*keys, b""]) if padding else b"".join(keys)
@@ -54,7 +56,7 @@ class Keys(Sequence[bytes]):
 
     @property
     def digests(self) -> KeyDigests:
-        """The digest of each key (`digests_of`): shape ``(len(keys),)``, uint64. Computed on first access."""
+        """Digests of the keys (`digests_of`): uint64, shape ``(len(keys),)``. Computed on first access."""
         if self._digests is None:
             from kvoffload.structures.digests import digests_of  # here, because it imports numba
 
@@ -76,7 +78,7 @@ class Keys(Sequence[bytes]):
         return row[: self.key_bytes]
 
     def take(self, rows: npt.NDArray[Any]) -> Keys:
-        """Return the keys of `rows`, which are row numbers or a mask."""
+        """Return a copy of some keys. They are selected by `rows`: row numbers or a mask."""
         digests = None if self._digests is None else self._digests[rows]
         return Keys(taken(self.words, rows), self.key_bytes, digests)
 
@@ -105,10 +107,10 @@ def words_per_key(key_bytes: int) -> int:
 
 
 def taken(words: KeyWords, rows: npt.NDArray[Any]) -> KeyWords:
-    """Return a copy of the words of `rows`, which are row numbers or a mask.
+    """Return a copy of some rows of `words`. They are selected by `rows`: row numbers or a mask.
 
-    The rows are indexed as items of a one-dimensional array, because numpy releases the GIL when it indexes
-    two dimensions. The scheduler's thread might then wait milliseconds to get the GIL back.
+    The array is indexed as if each row were one item, because numpy releases the GIL when it indexes an array
+    of two dimensions. The scheduler's thread might then wait milliseconds to get the GIL back.
     """
     if rows.dtype == np.bool_:
         rows = rows.nonzero()[0]
@@ -123,10 +125,7 @@ def _whole_row(num_words: int) -> np.dtype[np.void]:
 
 
 def wrong_key(keys: Sequence[bytes], key_bytes: int) -> ValueError | TypeError | None:
-    """Return an error that names the first key that is not ``bytes`` of length `key_bytes`.
-
-    Return None if there is no such key.
-    """
+    """Return an error about the first key that is not ``bytes`` of length `key_bytes`, or None."""
     for position, key in enumerate(keys):
         if not isinstance(key, bytes):
             return TypeError(f"key {position} is {type(key).__name__} {key!r}; keys are bytes")

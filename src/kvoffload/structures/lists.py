@@ -1,15 +1,17 @@
 """Doubly linked lists over positions, the building blocks of policies.
 
-A position is in at most one list. One int32 array of three columns stores all links: it has a row for each
-position, then a row for each list.
+A position is in at most one list. All links are stored in one int32 array with the columns PREV, NEXT and
+LIST. The array has a row for each position, followed by a row for each list.
 
-- Row of a position: PREV is the neighbour towards the head, NEXT the neighbour towards the tail. LIST is the
-  row of the list, or `UNLISTED`.
-- Row of a list, its sentinel: NEXT is the head (most recent position), PREV the tail (coldest position).
-  LIST is the number of positions in the list. If the list is empty, NEXT and PREV are the sentinel itself.
+- In the row of a position, PREV is the neighbour towards the head, and NEXT is the neighbour towards the
+  tail. LIST is the number of the list's row, or `UNLISTED` if the position is in no list.
+- The row of a list is called its sentinel. In this row, NEXT is the head (most recent position), PREV is the
+  tail (coldest position), and LIST is the number of positions in the list. If the list is empty, NEXT and
+  PREV are the number of the sentinel's row.
 
-Every list has a cursor for a search from tail to head that can be interrupted. `rewind` starts a search.
-During a search, use `take` instead of `unlink`, and `carry` instead of `move_to_head`. Does not know keys.
+Every list also has a cursor, so that a search for a victim, from tail to head, can be interrupted and
+continued. `rewind` starts the search. During a search, use `take` instead of `unlink`, and `carry` instead of
+`move_to_head`. This module does not know keys.
 """
 
 from __future__ import annotations
@@ -27,9 +29,9 @@ class Lists(Struct):
     """`num_lists` empty lists over `num_positions` positions. Memory: 12 bytes a position.
 
     Attributes:
-        links: int32, shape ``(num_positions + num_lists, 3)``. Columns: PREV, NEXT, LIST. The row of list `i`
-            is `sentinel(i)`.
-        cursors: int32, shape ``(num_lists,)``: for each list, the position that the search visits next. After
+        links: all links, as the module describes: int32, shape ``(num_positions + num_lists, 3)``. The row of
+            list `i` is `sentinel(i)`.
+        cursors: for each list, the position that the search visits next: int32, shape ``(num_lists,)``. After
             the search has visited the head, the cursor is the list's sentinel.
     """
 
@@ -57,11 +59,11 @@ class Lists(Struct):
             self.links[row] = (row, row, 0)
 
     def sentinel(self, number: int) -> int:
-        """Return the row of list `number`."""
+        """Return the number of the row, in `links`, of list `number`."""
         return self.num_positions + number
 
     def size(self, number: int) -> int:
-        """Return the number of members of list `number`."""
+        """Return the number of positions in list `number`."""
         return int(self.links[self.num_positions + number, LIST])
 
     def members(self, number: int) -> list[int]:
@@ -82,7 +84,7 @@ def _write_members(links: I32Matrix, sentinel: int, positions: I32Array) -> None
 
 @inline
 def push_head(links: I32Matrix, sentinel: int, position: int) -> None:
-    """Add `position`, which must be in no list, at the head of a list."""
+    """Add `position`, which must be in no list, at the head of the list with this sentinel."""
     head = links[sentinel, NEXT]
     links[position, PREV] = sentinel
     links[position, NEXT] = head
@@ -104,7 +106,7 @@ def unlink(links: I32Matrix, position: int) -> None:
 
 @inline
 def move_to_head(links: I32Matrix, sentinel: int, position: int) -> None:
-    """Move `position` from its list to the head of a list."""
+    """Move `position` from its list to the head of the list with this sentinel."""
     unlink(links, position)
     push_head(links, sentinel, position)
 
@@ -118,9 +120,9 @@ def unlink_all(links: I32Matrix, positions: I32Array, count: int) -> None:
 
 @inline
 def push_all(links: I32Matrix, sentinel: int, positions: I32Array, count: int) -> None:
-    """Add the first `count` entries of `positions` to a list. They must not be in any list.
+    """Add the first `count` entries of `positions`, which must be in no list, at the head of a list.
 
-    ``positions[0]`` becomes the head.
+    ``positions[0]`` becomes the head, and the other positions follow in order.
     """
     for i in range(count - 1, -1, -1):
         push_head(links, sentinel, positions[i])
@@ -128,10 +130,11 @@ def push_all(links: I32Matrix, sentinel: int, positions: I32Array, count: int) -
 
 @inline
 def push_marked(links: I32Matrix, sentinel: int, marked: int, positions: I32Array, count: int) -> None:
-    """Add each of the first `count` unlisted `positions` to one of two lists, in the order of `push_all`.
+    """Add the first `count` entries of `positions`, as `push_all` does, but to two lists.
 
-    A marked position, written as ``~position``, joins the list with the sentinel `marked`, and its mark is
-    removed. Any other position joins the list with the sentinel `sentinel`.
+    An entry may be marked: it is then ``~position`` instead of ``position``. Marked entries join the list
+    with the sentinel `marked`, and their marks are removed in `positions`. All other entries join the list
+    with the sentinel `sentinel`.
     """
     for i in range(count - 1, -1, -1):
         if positions[i] < 0:
@@ -151,7 +154,7 @@ def rewind(lists: Lists) -> None:
 
 @inline
 def take(lists: Lists, position: int) -> None:
-    """Remove `position` from its list during a search."""
+    """Remove `position` from its list. Allowed during a search, unlike `unlink`."""
     links, cursors = lists.links, lists.cursors
     number = links[position, LIST] - lists.num_positions
     if cursors[number] == position:
@@ -161,7 +164,7 @@ def take(lists: Lists, position: int) -> None:
 
 @inline
 def carry(lists: Lists, number: int, position: int) -> None:
-    """Move `position` to the head of list `number` during a search. The search visits `position` last."""
+    """Move `position` to the head of list `number`. Allowed during a search, which visits `position` last."""
     cursors, sentinel = lists.cursors, lists.num_positions + number
     take(lists, position)
     push_head(lists.links, sentinel, position)

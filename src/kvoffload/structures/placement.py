@@ -1,7 +1,7 @@
-"""Structs in one piece of memory that several processes can map.
+"""Places structs in one piece of memory that several processes can map.
 
-The offset of a struct or array depends only on the classes of the structs and the shapes of their arrays, and
-is therefore equal in all processes that build equal structs.
+The offset of a struct or array depends only on the classes of the structs and the shapes of their arrays. It
+is therefore the same in all processes that build the same structs.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ import numpy as np
 from kvoffload.structures.structs import Struct
 
 ALIGNMENT = 64
-"""Bytes of a cache line. The places of structs and arrays are multiples of this number."""
+"""Size of a cache line in bytes. The offsets of structs and arrays are multiples of this number."""
 
 
 def aligned(num_bytes: int) -> int:
-    """Round a number of bytes up to whole cache lines."""
+    """Round a number of bytes up to a multiple of `ALIGNMENT`."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 class Placement:
-    """The places of structs, of their nested structs and of their arrays.
+    """Assigns an offset in memory to structs, and to their nested structs and arrays.
 
-    A struct or array that belongs to several structs has one place.
+    If a struct or array belongs to several structs, it is placed only once.
 
     Attributes:
-        num_bytes: size of the memory.
-        signature: SHA-256 of the classes, types and shapes, in order. Equal signatures mean equal places.
+        num_bytes: size of the memory that is needed.
+        signature: SHA-256 of the classes, types and shapes, in order. If the signatures of two processes are
+            equal, their offsets are equal, too.
     """
 
     def __init__(self, structs: Sequence[Struct]) -> None:
@@ -43,11 +44,12 @@ class Placement:
         self.signature = self._digest.digest()
 
     def move(self, memory: memoryview, *, copy: bool) -> None:
-        """Move the structs into the memory. Their Python objects stay valid.
+        """Move the structs into `memory`. Their Python objects stay valid and refer to the new memory.
 
         Args:
             memory: `num_bytes` bytes, aligned to `ALIGNMENT`.
-            copy: True to copy the structs' contents to the memory; False to adopt the memory's contents.
+            copy: True: the structs' contents are copied to the memory. False: the structs adopt the contents
+                that the memory already has.
         """
         arrays: dict[int, Any] = {}
         for number, (array, at) in self._arrays.items():
@@ -66,7 +68,7 @@ class Placement:
         self._arrays.clear()
 
     def _add(self, struct: Struct) -> None:
-        """Place a struct after its nested structs and arrays."""
+        """Assign offsets to a struct's nested structs and arrays, then to the struct itself."""
         if id(struct) in self._seen:
             return
         self._seen.add(id(struct))

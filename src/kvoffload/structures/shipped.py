@@ -1,11 +1,12 @@
 """Compiled kernels in the wheel, so that the first start compiles nothing.
 
-A release packs all kernels into one file in the wheel, compiled for one Python, one numba and a processor
-baseline. The file is used only if Python, numba, llvmlite, numba's settings and this package's sources are
-the same. Otherwise, and in a checkout, kernels are compiled as in `kernel_cache`.
+A wheel has one file with all kernels, compiled for one version of Python, one version of numba, and all
+processors from a baseline on. The file is used only if Python, numba, llvmlite, numba's settings and this
+package's sources are the same as when the wheel was built. Otherwise, and in a checkout, kernels are compiled
+and cached (`kernel_cache`).
 
-Machine code runs unchecked, so the file is read only from the package itself. This adds no risk: a user with
-write access to the package could also change its Python files.
+Machine code runs unchecked, so the file is read only from the package itself. This adds no risk, because a
+user who can write this file could also change the package's Python files.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from numba.core import caching, compiler, serialize
 from kvoffload.structures.kernel_cache import COMPILING
 
 BASELINE = "x86-64-v3"
-"""Oldest processor that runs the shipped kernels: any x86-64 server with AVX2 (psABI, section 3.1.1)."""
+"""Processor level that the shipped kernels need: any x86-64 server with AVX2 (psABI, section 3.1.1)."""
 _FEATURES = (
     *("sse3", "ssse3", "sse4.1", "sse4.2", "cx16", "popcnt", "sahf"),
     *("avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe", "xsave"),
 )
-"""Features of the baseline that not every x86-64 processor has, by LLVM's names."""
+"""LLVM's names of the features that the baseline has, but not every x86-64 processor."""
 _SETTINGS = ("BOUNDSCHECK", "DEBUGINFO_DEFAULT", "LOOP_VECTORIZE", "OPT", "SLP_VECTORIZE")
-"""Settings of numba (`numba.config`) that change machine code."""
+"""Names of the settings of numba (`numba.config`) that change machine code."""
 _PACKAGE = Path(__file__).resolve().parent.parent
 FOLDER = _PACKAGE / "structures" / "compiled"
 _SUFFIX = ".kernels"
@@ -41,7 +42,7 @@ _config: Any = numba.config
 
 
 class _Entry(NamedTuple):
-    """Place of a kernel in the file: offset and length in bytes, and SHA-256."""
+    """Location of a kernel in the file (offset and length in bytes), and the kernel's SHA-256."""
 
     start: int
     length: int
@@ -49,11 +50,11 @@ class _Entry(NamedTuple):
 
 
 class Shipped:
-    """The kernels of one file; none if the file cannot be used.
+    """The kernels in a wheel's file. If the file cannot be used, there are no kernels.
 
     Attributes:
-        path: the file.
-        why_not: reason why the file cannot be used, as a clause of a message. Empty if the file can be used,
+        path: path of the file.
+        why_not: the reason why the file cannot be used, as a clause for a message. Empty if it can be used,
             and also in a checkout, where no file is expected.
     """
 
@@ -65,10 +66,10 @@ class Shipped:
         return bool(self._entries)
 
     def load(self, function: Callable[..., Any], signature: Any, target_context: Any) -> Any:
-        """Return a kernel from the file, as numba's compilation result.
+        """Load a kernel from the file; returns numba's compilation result.
 
-        Returns None if the file does not contain the kernel. If the file is damaged, logs a warning and
-        returns None for all kernels from now on. Cost: 5 ms.
+        If the file does not contain the kernel, returns None. If the file is damaged, logs a warning and
+        returns None, for all kernels from now on. Cost: 5 ms.
         """
         entry = self._entries.get(name_of(function, signature)) if self._entries else None
         if entry is None:
@@ -92,16 +93,16 @@ class Shipped:
 
 
 class KernelCache(caching.NullCache):
-    """numba's cache of one kernel. It looks first in the shipped kernels, then in numba's files.
+    """numba's cache for one kernel: looks first in the wheel's kernels, then in numba's on-disk cache.
 
     Args:
         function: the kernel.
-        shipped: kernels of the wheel.
-        has_files: False if no directory can keep compiled kernels.
+        shipped: the wheel's kernels.
+        has_files: False if there is no on-disk cache (`kernel_cache.prepare`).
     """
 
     recorded: dict[str, bytes] | None = None
-    """Compiled kernels by name, while a release is built; otherwise None."""
+    """While a release is built, a dict that collects the compiled kernels by name; otherwise None."""
 
     def __init__(self, function: Callable[..., Any], shipped: Shipped, has_files: bool) -> None:
         self._function, self._shipped, self._has_files = function, shipped, has_files
@@ -125,9 +126,9 @@ class KernelCache(caching.NullCache):
 
 
 def find(sources: str) -> Shipped:
-    """Find the shipped kernels that this process can use. Raises nothing.
+    """Find the wheel's kernels that this process can use. Raises nothing.
 
-    `sources`: digest of the package's sources.
+    `sources` is the digest of the package's sources (`kernel_cache.digest_of_sources`).
     """
     path = FOLDER / _file_name()
     if not FOLDER.is_dir():
@@ -155,10 +156,11 @@ def find(sources: str) -> Shipped:
 
 
 def write(folder: Path, sources: str, kernels: Mapping[str, bytes]) -> Path:
-    """Write a file of kernels that this process has compiled for the baseline; returns its path.
+    """Write a file with the kernels that this process has compiled for the baseline; returns its path.
 
-    Line 1 is the SHA-256 of line 2, in hexadecimal digits. Line 2 is JSON: the identity, and an `_Entry` of
-    each kernel, with offsets from the end of line 2. After line 2 come the kernels.
+    The file begins with two lines of text. Line 2 is JSON with the file's identity and an `_Entry` for each
+    kernel. Line 1 is the SHA-256 of line 2, in hexadecimal digits. The kernels follow; the offsets of entries
+    count from the end of line 2.
     """
     if _config.CPU_NAME != BASELINE or _config.CPU_FEATURES:
         raise ValueError(f"kernels for a wheel need NUMBA_CPU_NAME={BASELINE} and NUMBA_CPU_FEATURES=''")
@@ -181,7 +183,7 @@ def _file_name() -> str:
 def name_of(function: Callable[..., Any], signature: Any) -> str:
     """Return a name for a kernel, made of its file, line, name and types.
 
-    Return "" for functions of other packages.
+    For functions of other packages, returns "".
     """
     try:
         place = Path(function.__code__.co_filename).resolve().relative_to(_PACKAGE)
@@ -199,7 +201,7 @@ def _reduced(result: Any) -> bytes:
 
 
 def _identity(sources: str) -> dict[str, Any]:
-    """Return everything that compiled kernels depend on."""
+    """Return a dict of everything that the compiled kernels depend on."""
     return {
         "Python": sysconfig.get_config_var("SOABI"),
         "numba": numba.__version__,
@@ -211,9 +213,9 @@ def _identity(sources: str) -> dict[str, Any]:
 
 
 def host_suffices() -> bool:
-    """Return True if this processor has the baseline's features.
+    """Return True if this processor has all features of the baseline.
 
-    Return False if numba is set to compile for another processor.
+    If numba is set to compile for another processor, the result is False.
     """
     if _config.CPU_NAME not in (None, BASELINE) or _config.CPU_FEATURES:
         return False

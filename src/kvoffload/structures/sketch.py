@@ -20,23 +20,26 @@ SAMPLE_PER_KEY = 10
 
 
 class FrequencySketch(Struct):
-    """Counts at most 15 references to each key. Until the first halving, no estimate is too low.
+    """Estimates how often each key was referenced recently, up to 15 times.
 
-    An estimate covers about the last `sample` references. All counts are halved after `sample` references,
-    and then after every `sample` / 2. The halving is spread over the following references: each halves the
-    counts in one cache line, so that no call pays for the whole table.
+    An estimate covers about the last `sample` references, because old counts fade: all counts are halved
+    after `sample` references, and then again after every ``sample / 2`` references. So that no call pays for
+    the whole table, each of the following references halves the counts in one cache line. Different keys may
+    share counters, so an estimate may be too high. Until the first halving, no estimate is too low, except
+    that counts stop at 15.
 
-    All four counters of a key are in one cache line, so a key costs one cache miss. A reference increments
-    only the counters that equal the estimate (conservative update), which reduces overestimates. TinyLFU's
-    doorkeeper (a Bloom filter for first uses) is left out: it would need more memory than the counters, and
-    collisions cost little. With four times as many counters, the hit ratio of W-TinyLFU is only 0.4 to 0.6
-    points higher (a recorded chat, caches of 5,000 and 10,000 blocks).
+    All four counters of a key are in one cache line, so a key costs one cache miss. A reference increments a
+    counter only if the counter equals the estimate (conservative update), which reduces overestimates.
+    TinyLFU's doorkeeper (a Bloom filter for first uses) is left out, because it would need more memory than
+    the counters, and collisions cost little: with four times as many counters, the hit ratio of W-TinyLFU
+    would be only 0.4 to 0.6 percentage points higher (on a recorded chat, with caches of 5,000 and 10,000
+    blocks).
 
     Memory: 64 bits for each key of `capacity`.
 
     Attributes:
         table: uint64 words. A word holds sixteen 4-bit counters. Eight words are one cache line.
-        additions: number of counted references; halved together with the counts.
+        additions: number of references counted so far. It is halved whenever a halving of all counts begins.
         sample: value of `additions` at which all counts are halved.
         sweep: number of the cache line whose counts are halved next.
     """
@@ -62,35 +65,35 @@ class FrequencySketch(Struct):
 
 @inline
 def line_of(table: U64Array, h: np.uint64) -> int:
-    """Return the index in `table` of the first word of a key's cache line. `h`: hash of the key."""
+    """Return the index in `table` at which the cache line of the key with hash `h` begins."""
     lines = np.uint64(table.shape[0] // LINE_WORDS)
     return np.int64(((h >> np.uint64(32)) * lines) >> np.uint64(32)) * LINE_WORDS
 
 
 @inline
 def prefetch_count(sketch: FrequencySketch, h: np.uint64) -> None:
-    """Prefetch the cache line with a key's counters. `h`: hash of the key."""
+    """Prefetch the cache line with the counters of the key with hash `h`."""
     prefetch(sketch.table, line_of(sketch.table, h))
 
 
 @inline
 def _word(line: int, h: np.uint64, row: int) -> int:
-    """Return the index in `table` of the word that holds a key's counter in row `row` of the sketch.
+    """Return the index in `table` of the word with the key's counter number `row`.
 
-    `line`: result of `line_of`. `h`: hash of the key.
+    `h` is the hash of the key, and `line` is the result of `line_of`.
     """
     return line + 2 * row + np.int64((h >> np.uint64(5 * row + 4)) & np.uint64(1))
 
 
 @inline
 def _shift(h: np.uint64, row: int) -> np.uint64:
-    """Return the lowest bit, from 0 to 60, of a key's counter in the counter's word."""
+    """Return the number, from 0 to 60, of the bit at which a key's counter begins in its word (`_word`)."""
     return ((h >> np.uint64(5 * row)) & np.uint64(15)) << np.uint64(2)
 
 
 @inline
 def estimate(sketch: FrequencySketch, h: np.uint64) -> int:
-    """Estimate the recent uses of the key with hash `h`, from 0 to 15. Collisions may raise the estimate."""
+    """Estimate the recent references to the key with hash `h`: 0 to 15. Collisions may raise the result."""
     table = sketch.table
     line = line_of(table, h)
     lowest = MAX_COUNT

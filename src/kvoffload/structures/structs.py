@@ -1,11 +1,12 @@
 """Structs: arrays and numbers that kernels take as one argument, by address.
 
-A kernel call costs 50 ns, and every few array arguments add another 50 ns. Related arrays therefore form one
-`Struct`, and a kernel gets only the address of the struct. In the kernel ``struct.field`` is an array or a
-number.
+A kernel call costs 50 ns, and every few array arguments add another 50 ns. Therefore related arrays are
+fields of one `Struct`, and the kernel gets only the struct's address. In the kernel, ``struct.field`` is an
+array, a number or a nested struct.
 
-Memory layout, in 64-bit words: a number is one word. A nested struct is one word, the offset in bytes from
-this struct. An array is such an offset, then one word with the length of each dimension.
+A struct consists of 64-bit words. A number takes one word. A nested struct takes one word, which has the
+offset of the nested struct from this struct in bytes. An array takes one word for its offset, followed by one
+word for the length of each dimension.
 
 The arrays of a struct are never replaced, because compiled code assumes constant addresses. A nested struct
 can be replaced between two kernel calls (`Struct.exchange`).
@@ -31,7 +32,7 @@ from numba.np.numpy_support import as_dtype
 
 _WORD, _INT = ir.IntType(64), ir.IntType(32)
 _WRITABLE = 1
-"""`PyBUF_WRITABLE`, the flag of Python's C interface that requests a contiguous, writable buffer."""
+"""Value of `PyBUF_WRITABLE`, which requests a contiguous, writable buffer in Python's C interface."""
 
 S = TypeVar("S", bound="Struct")
 
@@ -42,7 +43,7 @@ class Field(NamedTuple):
     Attributes:
         at: index of the field's first word in the struct.
         type: numba type of the field.
-        dtype, ndim: numpy type and number of dimensions, if the field is an array; otherwise None and 0.
+        dtype, ndim: for an array, its numpy type and number of dimensions; for other fields, None and 0.
     """
 
     at: int
@@ -57,7 +58,7 @@ class Field(NamedTuple):
 
 
 class StructType(nb.Type):
-    """numba's type of a struct: a 64-bit address."""
+    """numba's type of a struct, which kernels receive as a 64-bit address."""
 
     def __init__(self, struct: type[Struct]) -> None:
         self.struct = struct
@@ -65,19 +66,21 @@ class StructType(nb.Type):
 
 
 class Struct:
-    """Base class of the arguments of kernels.
+    """Base class of structs: groups of arrays and numbers that a kernel takes as one argument.
 
-    The annotations of a subclass are its fields: arrays of `jit`'s types, ``int``, ``float`` or structs.
-    Fields are attributes in Python and in kernels.
+    The annotations of a subclass declare its fields. A field is an array of one of `jit`'s types, an ``int``,
+    a ``float`` or a nested struct. Fields are attributes in Python and in kernels.
 
     Args:
         fields: values of the fields, by name. Missing numbers are 0.
 
     Attributes:
-        memory: the argument that is passed to a kernel.
+        memory: the memory of the struct's words, a ``bytearray`` or ``memoryview``. Pass it to kernels as the
+            argument that is annotated with the struct's class.
 
-    Thread: use a struct only in the thread of its owner. Cost: 0.1 us for each access to a number in Python.
-    Raises: `AttributeError` on assignment to an array or a nested struct (see `exchange`).
+    Thread: use a struct only in the thread of its owner. Cost: in Python, each access to a number takes 0.1
+    us. An assignment to an array or a nested struct raises `AttributeError`; to replace a nested struct, use
+    `exchange`.
     """
 
     fields: ClassVar[dict[str, Field]] = {}
@@ -120,7 +123,7 @@ class Struct:
         return _address(self.memory)
 
     def exchange(self, name: str, struct: Struct) -> None:
-        """Replace a nested struct by another of the same type, between two kernel calls.
+        """Replace the nested struct `name` by another of the same type. Allowed between two kernel calls.
 
         No other object may hold the address of the old struct.
         """
@@ -130,9 +133,11 @@ class Struct:
         """Move this struct to other memory, which may be shared with other processes (`placement`).
 
         Args:
-            memory: 8 bytes for each word of the struct.
-            parts: the arrays and nested structs of this struct, by field name, already in the new memory.
-            copy: True to copy this struct's numbers to the memory; False to adopt the memory's numbers.
+            memory: the new memory: 8 bytes for each word of the struct.
+            parts: the struct's arrays and nested structs, by field name; they must already be in the new
+                memory.
+            copy: True: this struct's numbers are copied to the new memory. False: the struct adopts the
+                numbers that the memory already has.
         """
         old_words = self._words
         self._attach(memory)
@@ -144,7 +149,7 @@ class Struct:
                 self._words[field.at] = old_words[field.at]
 
     def _refer(self, name: str, part: Any, here: int) -> None:
-        """Write the place of an array or a nested struct to the field's words. `here`: address of `self`."""
+        """Make the field `name` refer to an array or nested struct. `here` is the address of this struct."""
         at = self.fields[name].at
         self._words[at] = (part.address if isinstance(part, Struct) else part.ctypes.data) - here
         for dimension in range(self.fields[name].ndim):
@@ -152,7 +157,7 @@ class Struct:
         self._fields[name] = part
 
     def contents(self) -> dict[str, Any]:
-        """Return all fields by name."""
+        """Return a dict of all fields: name -> array, number or nested struct."""
         return {name: getattr(self, name) for name in self.fields}
 
     def __reduce__(self) -> Any:
@@ -166,12 +171,13 @@ class Struct:
 
     @classmethod
     def blank(cls, **shapes: Any) -> bytes:
-        """Return the bytes of a zeroed struct with its arrays and its nested structs, in one piece.
+        """Return, in one piece, the bytes of a struct whose numbers and array items are 0.
 
-        Copy the result to a ``bytearray``. Kernels take the copy as the struct; `over` reads its fields.
+        The bytes include all arrays and nested structs. Copy them to a ``bytearray`` to use them: kernels
+        accept the copy as the struct, and `over` gives access to its fields.
 
         Args:
-            shapes: shape of each array. For a nested struct, a dictionary of shapes.
+            shapes: by field name, the shape of each array and, for each nested struct, a dict of shapes.
         """
         pieces = [bytearray(8 * cls.num_words)]
         words = memoryview(pieces[0]).cast("q")
@@ -195,7 +201,7 @@ class Struct:
 
     @classmethod
     def over(cls: type[S], memory: bytearray | memoryview, start: int = 0) -> S:
-        """Return the struct at byte `start` of `memory` (from `blank`). Its arrays are views of `memory`."""
+        """Return an object for the struct at byte `start` of `memory` (see `blank`). Its arrays are views."""
         self = cls.__new__(cls)
         self._attach(memory)
         self._start = start
@@ -204,7 +210,7 @@ class Struct:
         return self
 
     def _view(self, name: str) -> Any:
-        """Create and cache a view of an array or a nested struct in the memory."""
+        """Create and cache a view of the array or nested struct `name`, for a struct from `over`."""
         at, kind, _, num_dimensions = self.fields[name]
         if num_dimensions == 0:
             view: Any = kind.struct.over(self.memory, self._start + self._words[at])
@@ -215,9 +221,10 @@ class Struct:
 
     @classmethod
     def array(cls, memory: bytearray, name: str, count: int = -1, start: int = 0) -> npt.NDArray[Any]:
-        """Return the first `count` rows of an array in memory from `blank`.
+        """Return a view of the first `count` rows of the array `name` of a struct in `memory`.
 
-        If `count` is -1, return all rows.
+        The struct begins at byte `start` of `memory`, which is a copy of `blank`. If `count` is -1, the view
+        has all rows.
         """
         at, _, dtype, num_dimensions = cls.fields[name]
         words = memoryview(memory).cast("q")
@@ -234,7 +241,7 @@ def _restored(cls: type[S], contents: dict[str, Any]) -> S:
 
 
 class Anything(Struct):
-    """A struct of any type."""
+    """Annotation for a kernel's argument that may be any struct."""
 
 
 def _type_of(hint: Any) -> Any:
@@ -249,7 +256,7 @@ def _address(memory: bytearray | memoryview) -> int:
 
 
 def _attribute(name: str, at: int, kind: Any) -> Any:
-    """Create the Python property of a field."""
+    """Create the Python property for a field of a struct."""
 
     def get_float(self: Struct) -> Any:
         return self._words[at : at + 1].cast("B").cast("d")[0]
@@ -276,13 +283,13 @@ class _Address(models.PrimitiveModel):
 
 
 def c_function(builder: Any, result: Any, arguments: list[Any], name: str) -> Any:
-    """Declare a function of Python's C interface, for compiled code to call."""
+    """Declare a function of Python's C interface, so that compiled code can call it."""
     return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
 
 
 @unbox(StructType)
 def _unbox(kind: Any, value: Any, c: Any) -> Any:
-    """Get the address of a writable buffer. Raises `TypeError` for other objects."""
+    """Convert an argument, a writable buffer, to its address. Raises `TypeError` for other objects."""
     buffer = c.pyapi.alloca_buffer()
     get = c_function(c.builder, _INT, [c.pyapi.pyobj, buffer.type, _INT], "PyObject_GetBuffer")
     failed = cgutils.is_not_null(c.builder, c.builder.call(get, [value, buffer, _INT(_WRITABLE)]))
@@ -356,17 +363,17 @@ def _jump(context: Any, builder: Any, signature: Any, values: Any) -> Any:
 
 
 def _call_2(typing_context: Any, function: Any, a: Any, b: Any) -> Any:
-    """Call a function of `jit.by_address` at its address, with two structs."""
+    """Call the function at the address `function` (`jit.by_address`) with two structs."""
     return nb.void(nb.int64, a, b), _jump
 
 
 def _call_4(typing_context: Any, function: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-    """Call a function of `jit.by_address` at its address, with four structs."""
+    """Call the function at the address `function` (`jit.by_address`) with four structs."""
     return nb.void(nb.int64, a, b, c, d), _jump
 
 
 def _call_c(typing_context: Any, function: Any, address: Any) -> Any:
-    """Call a C function ``int f(void *)`` at its address."""
+    """Call the C function ``int f(void *)`` at the address `function`, with the pointer `address`."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         kind = ir.FunctionType(_INT, [_WORD])

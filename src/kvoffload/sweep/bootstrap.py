@@ -1,14 +1,14 @@
 """Confidence intervals of hit ratios, by a bootstrap over windows of a trace.
 
-Requests are not independent: sessions return, the load varies, caches have memory. The bootstrap resamples
-*windows* of consecutive requests. Windows are so long that they are nearly independent. Knows sums and
-ratios; no traces, policies or caches.
+Single requests cannot be resampled, because they are not independent: sessions return, the load varies, and
+caches have memory. Therefore the bootstrap resamples *windows* of consecutive requests, which are so long
+that they are nearly independent. This module knows sums and ratios, but no traces, policies or caches.
 
 Source: Kuensch, The jackknife and the bootstrap for general stationary observations, Annals of Statistics
-17(3), 1989, with fixed, non-overlapping windows as in Carlstein, Annals of Statistics 14(3), 1986. Each
-request is in exactly one window, so all requests have equal weight. Overlapping windows would give
-less weight to the first and last requests of a trace, but slightly more exact bounds of the intervals. A
-comparison of replays needs only one sum for each window and replay.
+17(3), 1989. The windows are fixed and do not overlap, as in Carlstein, Annals of Statistics 14(3), 1986. So
+each request is in exactly one window, all requests have equal weight, and a comparison of replays needs only
+one sum for each window and replay. Overlapping windows would make the intervals slightly more exact, but
+would give less weight to the first and last requests of a trace.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from kvoffload.structures.draws import whole_numbers
 Sums = npt.NDArray[np.int64]
 
 WINDOWS = 32
-"""Number of windows.
+"""Number of windows into which a trace is divided.
 
-With more windows, each window would be shorter, and neighbouring windows would be correlated. With fewer
-windows, the spread would be estimated badly.
+With more and therefore shorter windows, neighbouring windows would be correlated. With fewer windows, the
+spread of the hit ratio would be estimated badly.
 """
 
 FEWEST_WINDOWS = 10
@@ -37,17 +37,21 @@ RESAMPLES, MOST_RESAMPLES = 1000, 1_000_000
 CONFIDENCE = 0.95
 
 CORRELATED = 0.35
-"""If the correlation of neighbouring windows exceeds this value, the windows are not independent, and the
-interval is too narrow. The value is two standard errors of the correlation for 32 windows."""
+"""Limit of the correlation of neighbouring windows. Above it, confidence intervals are too narrow.
+
+The limit is two standard errors of the correlation of 32 independent windows. If the correlation exceeds it,
+the windows are probably not independent.
+"""
 
 
 class Interval(NamedTuple):
-    """Confidence interval with the coverage `CONFIDENCE`.
+    """Confidence interval of a hit ratio, or of the difference of two hit ratios.
 
     Attributes:
         low, high: ends of the interval.
-        correlation: correlation of neighbouring windows, -1 to 1. Above `CORRELATED` the interval is too
-            narrow, because the traffic changes slowly and neighbouring windows are not independent.
+        correlation: correlation of neighbouring windows, from -1 to 1. If it exceeds `CORRELATED`, the
+            traffic changes so slowly that neighbouring windows are not independent; the interval is then too
+            narrow.
     """
 
     low: float
@@ -56,9 +60,9 @@ class Interval(NamedTuple):
 
 
 def window_sums(values: npt.NDArray[np.integer], windows: int = WINDOWS) -> Sums:
-    """Return the sum of `values` in each of `windows` windows of nearly equal length.
+    """Divide `values` into windows of nearly equal length, and return the sum of each window.
 
-    If there are fewer values than windows, each value is a window.
+    There are `windows` windows or, if there are fewer values, one window for each value.
     """
     count = min(windows, len(values))
     if count == 0:
@@ -68,20 +72,22 @@ def window_sums(values: npt.NDArray[np.integer], windows: int = WINDOWS) -> Sums
 
 
 class Resamples:
-    """Random draws of a trace's windows. All replays of the trace use the same draws.
+    """Random draws of a trace's windows, from which confidence intervals are computed.
 
-    With shared draws, the difference of two replays is a paired difference: variation that the traffic causes
-    in both replays cancels. The draws come from splitmix64, not from numpy, whose streams may change between
-    versions. Equal arguments therefore give equal intervals everywhere.
+    A draw picks as many windows as the trace has, at random and with repetition. All replays of the trace use
+    the same draws. Therefore variation that the traffic causes in two replays alike cancels out in their
+    difference. The draws come from splitmix64, not from numpy, whose random numbers may change between
+    versions. So equal arguments give equal intervals on every machine.
 
     Args:
         refs: number of block references in each window.
         resamples: number of draws, up to `MOST_RESAMPLES`. A million draws need 1 GB.
-        seed: seed of the draws.
-        fewest_windows: number of windows below which no interval is computed.
-        confidence: coverage of the intervals.
+        seed: seed of the random numbers.
+        fewest_windows: if the trace has fewer windows, no interval is computed.
+        confidence: probability that an interval contains the true value.
 
-    Cost: O(resamples x windows) for the construction and for each interval, well below a millisecond.
+    Cost: O(resamples x windows) for the construction and again for each interval; with the default number of
+    draws this is well below a millisecond.
     """
 
     def __init__(
@@ -108,9 +114,9 @@ class Resamples:
         self._refs = self._times @ self._window_refs
 
     def ratio(self, hits: Sums) -> Interval | None:
-        """Compute the interval of the hit ratio ``hits.sum() / refs.sum()``.
+        """Compute the confidence interval of the hit ratio ``hits.sum() / refs.sum()``.
 
-        Returns None if there are too few windows.
+        Returns None if there are too few windows, or no references.
 
         Args:
             hits: number of hits in each window.
@@ -130,18 +136,20 @@ class Resamples:
         return Interval(float(low), float(high), self._correlation(hits))
 
     def difference(self, hits: Sums, baseline: Sums) -> Interval | None:
-        """Compute the confidence interval of a difference: hit ratio of one replay minus that of another.
+        """Compute the confidence interval of the hit ratio of one replay minus the hit ratio of another.
 
-        The interval is paired: each resample takes the same windows for both replays. If the interval
-        contains 0, the difference is not significant. Equal replays give ``(0.0, 0.0, 0.0)``.
+        The interval is paired: each draw picks the same windows for both replays. If the interval contains 0,
+        the difference is not significant. If both replays have the same hits, the result is ``(0.0, 0.0,
+        0.0)``.
 
         Args:
-            hits, baseline: number of hits in each window, in the first and in the second replay.
+            hits: number of hits of the first replay in each window.
+            baseline: number of hits of the second replay in each window.
         """
         return self.ratio(hits - baseline)
 
     def _correlation(self, sums: Sums) -> float:
-        """Compute the autocorrelation, at lag 1, of the windows' deviations from the mean ratio."""
+        """Compute the correlation of neighbouring windows: of their deviations from the mean hit ratio."""
         surplus = sums - self._window_refs * (sums.sum() / self._window_refs.sum())
         spread = float((surplus * surplus).sum())
         return float((surplus[1:] * surplus[:-1]).sum()) / spread if spread > 0 else 0.0

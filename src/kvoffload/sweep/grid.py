@@ -36,7 +36,7 @@ _DEFAULTS = ReplayConfig(1)
 
 @dataclass(frozen=True)
 class Point:
-    """One combination of a sweep: the configuration of a replay, with the sizes that the user typed.
+    """Combination of a sweep: the configuration of a replay, with the sizes that the user typed.
 
     Attributes:
         trace: index of the trace among the sweep's traces.

@@ -1,6 +1,7 @@
 """The policy Hazard: evicts the block with the fewest expected hits per unit of time in its slot.
 
-`Hazard` explains the idea; `history` and `lifetimes` hold the statistics that the policy learns.
+The class `Hazard` explains the idea. The modules `history` and `lifetimes` hold the statistics that the
+policy learns.
 """
 
 from __future__ import annotations
@@ -54,28 +55,29 @@ from kvoffload.structures.structs import Struct
 
 VICTIM_WRITE_COST = -0.2
 _NO_REFUSAL = -2.0
-"""A write cost below -1 accepts every new block."""
+"""Write cost that disables refusals: with a write cost below -1, every new block is accepted."""
 _PROMISE, _PROMISE_OF_FEW_WRITES = 0.01, 0.02
 TOLERATED, FORGIVEN = 0.4, 0.28
-"""Limits of `ShadowLRU.lead`, as multiples of ``State.promise * State.recent``.
+"""Limits of `ShadowLRU.lead` for the switch between policy and LRU, in multiples of ``promise * recent``.
 
-Above `TOLERATED` LRU decides, until the lead has fallen to `FORGIVEN`. The limits differ to make switches
-rare, because each switch costs hits.
+When LRU's lead exceeds `TOLERATED`, LRU chooses the victims, until the lead has fallen to `FORGIVEN`. The two
+limits differ so that switches are rare, because each switch costs hits.
 """
 RECENT, RECENT_TURNS = 100_000, 4
-"""`ShadowLRU.lead` decays to 1/e in `RECENT` references, or in `RECENT_TURNS` turnovers of the cache if that
-is longer.
+"""Time in which `ShadowLRU.lead` decays to 1/e, so that old differences are forgotten.
+
+The time is `RECENT` block references, or `RECENT_TURNS` times the capacity if that is more.
 """
 CREDIT = 0.01
-"""Lower limit of `ShadowLRU.lead`: ``-CREDIT * State.recent``. So old gains over LRU offset few losses."""
+"""Keeps `ShadowLRU.lead` at ``-CREDIT * State.recent`` or above, so that old gains offset few new losses."""
 VICTIM_TURNS = 4
-"""The warm-up of a victim tier lasts at least ``VICTIM_TURNS * warm_up * capacity`` references.
+"""In a victim tier, the policy evicts like LRU for at least ``VICTIM_TURNS * warm_up * capacity`` references.
 
-Reason: a victim tier receives blocks only when the device drops them.
+The limit is needed because a victim tier receives blocks only when the device drops them.
 """
 _NO_RUN = -1
 _ORDER = -1
-"""Argument `key` of `coldest_of` for a search in `runs.order`."""
+"""Value of `coldest_of`'s argument `key` for a search in `State.runs.order`."""
 
 
 class State(Struct):
@@ -84,7 +86,7 @@ class State(Struct):
     Attributes:
         lists: an LRU list for each class.
         runs: all blocks in recency order, grouped by request.
-        last: last use of the block in each slot.
+        last: for each slot, the time of the last use of its block.
         cursors: for each class, the slot of its coldest evictable block (its *candidate*). If no block is
             evictable, the entry is the list's sentinel. Valid only within a call of `replace`.
         scores: worth of each candidate. Valid only within a call of `replace`.
@@ -92,19 +94,20 @@ class State(Struct):
         entered: for each slot filled in this call, the batch row of its block; ABSENT between calls.
         active: class numbers. The first `num_active` entries include every class that has blocks.
         is_active: 1 for each class among the first `num_active` entries of `active`.
-        run, run_time: newest run in `runs`, and the time of the last use of its blocks. A new block with the
-            same time joins this run.
-        threshold: smallest worth of a new block, as a multiple of the candidate's worth. A negative threshold
-            accepts every block.
-        write_cost, victim_write_cost: `Hazard.write_cost` for the blocks of a prefix, and for the blocks of a
-            victim tier.
+        run, run_time: the newest run (group of one request's blocks) in `runs`, and the time at which its
+            blocks were last used. A new block with the same time joins this run.
+        threshold: a new block is accepted if its worth is at least `threshold` times the worth of the
+            candidate that it would replace. A negative threshold accepts every block.
+        write_cost, victim_write_cost: the value of `Hazard.write_cost` for a prefix that a request stores,
+            and the value for blocks that a device drops into a victim tier.
         warm_up, promise: see `Hazard`.
-        recent: number of references in which `ShadowLRU.lead` decays to 1/e.
-        references: the clock: number of block references observed so far.
-        now: value of the clock when the last request began or ended.
-        is_victim_tier: 1 if the blocks of the last store did not form one prefix.
-        oldest_victim: highest age, in references, at which LRU has recently evicted a block.
-        lru_decides: 1 while LRU decides, so that the loss stays within `promise`.
+        recent: number of references within which `ShadowLRU.lead` decays to 1/e.
+        references: the clock of the policy: it counts the block references observed so far.
+        now: value of the clock `references` when the last request began or ended.
+        is_victim_tier: 1 if the last stored batch was not one prefix, because a device dropped its blocks.
+        oldest_victim: the highest age of a block that LRU has recently evicted, in references since its last
+            use.
+        lru_decides: 1 while LRU chooses the victims to keep the loss of hits against LRU within `promise`.
     """
 
     history: History
@@ -135,55 +138,60 @@ class State(Struct):
 
 
 class Hazard(CompiledPolicy):
-    """Evicts the block with the fewest expected hits for the time that the block would occupy its slot.
+    """Evicts the block with the fewest expected hits per unit of time in its slot.
 
-    Refuses a new block that is worth less than the victim.
+    Refuses a new block that is worth less than the block that it would replace.
 
     1. Blocks are classified by the number and the gaps of their uses (`History`).
-    2. For each class, the policy learns the chance that a block of a given age is used again. It learns
-       on-line, from sampled keys of all traffic, resident or not (`Lifetimes`).
-    3. This chance determines each block's worth, a Gittins index.
+    2. For each class, the policy learns how likely a block of a given age is to be used again. It learns
+       on-line from a sample of all requested keys, including keys of blocks that the cache does not hold
+       (`Lifetimes`).
+    3. From these probabilities follows each block's worth, a Gittins index: the highest rate of hits per unit
+       of time that the block can reach if it stays.
     4. The blocks of a class form an LRU list. The coldest evictable block of the list is the candidate of the
        class.
-    5. The candidate with the lowest worth is chosen. The victim is the *deepest* remaining block of the
-       candidate's request, because the preceding blocks are useful without it.
+    5. The candidate with the lowest worth is chosen. But the victim is the last resident block of the request
+       that used the candidate last, because the preceding blocks are useful without it.
     6. A new block that is worth less than this candidate is refused, which saves its write. A block that a
        waiting request expects is not refused.
 
     Two guards limit the loss against LRU:
 
     - At first the policy evicts like LRU, because it has no evidence yet about blocks as old as LRU's
-      victims. This phase lasts three times the age of LRU's victims. In a victim tier it lasts at least
-      twelve times the capacity.
+      victims. This warm-up ends when the policy has observed three times as many references as the age of
+      LRU's victims; in a victim tier it lasts at least twelve times as many references as the cache has
+      slots.
     - An exact simulation of LRU (`ShadowLRU`) counts LRU's lead: the blocks that LRU would have served, minus
-      the blocks that the policy served. Old differences fade within about 100,000 references (or four
-      turnovers of the cache, if that is longer). When the lead exceeds 0.4 of the loss that `promise` allows,
-      LRU decides, until the lead has faded to 0.28 of this loss. (Set duelling, Qureshi et al., ISCA 2007,
-      with the whole cache as the sample.)
+      the blocks that the policy served. Old differences fade within about 100,000 references (or four times
+      the capacity, if that is more). When the lead exceeds 0.4 of the loss that `promise` allows, LRU chooses
+      the victims, until the lead has faded to 0.28 of this loss. The method is set duelling (Qureshi et al.,
+      ISCA 2007), with the whole cache as the sample.
 
-    Blocks that a device serves are not looked up in this tier, so they count neither as hits nor as misses.
-    If the engine reports the end of a request (`finished`), the ages of its blocks count from the end, and
-    the request's label becomes part of the class of its blocks.
+    Blocks that the engine's device serves are not looked up in this tier, so they count neither as hits nor
+    as misses. If the engine reports the end of a request (`finished`), the ages of the request's blocks start
+    again from 0, and the request's label becomes part of the class of these blocks.
 
-    `write_cost` trades hits for writes: a new block must be worth ``1 + write_cost`` times the victim. The
-    default is 0. In a victim tier the default is -0.2, because its writes stay in the host.
+    `write_cost` trades hits for writes: the worth of a new block must be at least ``1 + write_cost`` times
+    the candidate's worth. The default is 0. In a victim tier the default is -0.2, because a write from the
+    device to RAM is cheap.
 
     The unit of time is one block reference. Cost per block: three index probes. Cost per victim: a scan of
     the classes that have blocks (at most 50 without labels). Memory: 4 MB, 56 bytes per slot, and 72 bytes
     and the key for each key of history. The history has 65,536 keys, or twice the capacity if that is more.
 
-    The attributes are parameters: set them before the policy is constructed, because only the constructor
-    reads them.
+    The attributes are parameters. Set them in a policy string such as ``hazard,write_cost=0.5`` or in a
+    subclass, because only the constructor reads them.
 
     Attributes:
         write_cost: see above.
         history_capacity: number of keys of history. If it is less than twice the cache's capacity, twice the
             capacity is used.
         sample_capacity, half_life: see `Lifetimes`.
-        warm_up: duration of the first guard, as a multiple of the age at which LRU evicts.
-        promise: largest loss of hit ratio against LRU, in a run of 100,000 references or more. This is a goal
-            that is mostly, but not always, reached (docs/decisions.md). 1 disables the guard. The default is
-            0.01. With a `write_cost` above 0, which trades hits for writes, the default is 0.02.
+        warm_up: duration of the first guard, in multiples of the age at which LRU evicts blocks.
+        promise: the second guard's goal: in a run of 100,000 references or more, the hit ratio should be at
+            most this much below LRU's. The goal is mostly, but not always, reached (docs/decisions.md). 1
+            disables the guard. The default is 0.01; with a `write_cost` above 0, which trades hits for
+            writes, it is 0.02.
     """
 
     write_cost: Annotated[float, msgspec.Meta(ge=-1, le=1000)] | None = None
@@ -256,7 +264,7 @@ class Hazard(CompiledPolicy):
 
     @property
     def is_lru(self) -> bool:
-        """True while LRU decides."""
+        """True while the policy evicts like LRU, because of one of its two guards."""
         return _read_is_lru(self.state.memory)
 
     def stats(self) -> dict[str, float]:
@@ -272,7 +280,7 @@ class Hazard(CompiledPolicy):
 
 
 def promised(promise: float | None, write_cost: float | None) -> float:
-    """Return the value of `Hazard.promise`, or its default."""
+    """Return `promise`; if it is None, return the default for this write cost (see `Hazard.promise`)."""
     if promise is not None:
         return promise
     return _PROMISE if write_cost is None or write_cost <= 0 else _PROMISE_OF_FEW_WRITES
@@ -283,7 +291,7 @@ def promised(promise: float | None, write_cost: float | None) -> float:
 
 @inline
 def keep_promise(own: State, count: int) -> None:
-    """Decay LRU's lead over `count` references, then update `lru_decides`."""
+    """Decay LRU's lead by the passage of `count` references, then update `lru_decides`."""
     shadow, recent = own.history.shadow, own.recent
     shadow.lead = max(shadow.lead * max(1.0 - count / recent, 0.0), -CREDIT * recent)
     if shadow.lead > TOLERATED * own.promise * recent:
@@ -309,9 +317,9 @@ def _list(own: State, block_class: int, slot: int) -> None:
 
 @Hazard.compiled
 def expect(own: State, path: Path) -> None:
-    """Pause the age of blocks that a waiting request expects, because their reuse needs no prediction.
+    """Stop sampling the ages of blocks that a waiting request expects: their reuse needs no prediction.
 
-    Also makes these blocks the most recent blocks of the simulated LRU.
+    If the simulated LRU holds these blocks, they become its most recent blocks.
     """
     history, keys, shadow = own.history, path.index.keys[: path.length], own.history.shadow
     let_age(own.lifetimes, own.references)
@@ -352,7 +360,7 @@ def observe(own: State, path: Path) -> None:
 
 @Hazard.compiled
 def finished(own: State, path: Path) -> None:
-    """Record the end of a request: the ages of its blocks restart, and its label enters their classes."""
+    """Record the end of a request: its blocks' ages restart, and its label becomes part of their classes."""
     if path.length == 0:
         return
     history, links, keys = own.history, own.lists.links, path.index.keys[: path.length]
@@ -434,7 +442,7 @@ def _worth(own: State, block_class: int, last: int) -> float:
 
 @inline
 def _propose(own: State, block_class: int, slot: int) -> None:
-    """Set the candidate of a class to `slot`.
+    """Make the block in `slot` the eviction candidate of its class, and compute its worth.
 
     If `slot` is the list's sentinel, the class has no candidate, and its score is infinite.
     """
@@ -445,7 +453,7 @@ def _propose(own: State, block_class: int, slot: int) -> None:
 
 @inline
 def _find_candidate(own: State, cache: Cache, path: Path, block_class: int, slot: int) -> None:
-    """Set a class's candidate: the coldest evictable block of the class between `slot` and the head."""
+    """Set a class's candidate to its coldest evictable block, searching from `slot` to the list's head."""
     sentinel = own.lists.num_positions + block_class
     _propose(own, block_class, coldest_evictable(cache, path, own.lists.links, slot, sentinel))
 
@@ -483,7 +491,7 @@ def _lowest(own: State) -> int:
 
 @inline
 def _is_refused(own: State, lowest: int, block_class: int, last: int) -> bool:
-    """Return True if a new block is worth too little to replace the candidate, so that it must be refused."""
+    """Return True if a new block is worth too little to replace the candidate of the class `lowest`."""
     worth, score, threshold = _worth(own, block_class, last), own.scores[lowest], own.threshold
     is_older = threshold >= 0.0 and worth == score and last < own.last[own.cursors[lowest]]
     return worth < score * threshold or is_older
@@ -491,7 +499,7 @@ def _is_refused(own: State, lowest: int, block_class: int, last: int) -> bool:
 
 @inline
 def _take_victim(own: State, cache: Cache, path: Path, lowest: int) -> int:
-    """Evict the deepest block of the candidate's run; if that block is protected, evict the candidate."""
+    """Evict the last block of the candidate's run or, if that block is protected, the candidate itself."""
     links, victim = own.lists.links, own.cursors[lowest]
     deepest = deepest_of_run(own.runs, victim)
     if evictable(cache, path, deepest):
@@ -514,9 +522,9 @@ def _assign(own: State, slot: int, block_class: int, last: int) -> None:
 
 @inline
 def _insert(own: State, slot: int) -> None:
-    """Add the new block in `slot` at the head of its class's LRU list and to the newest run of `own.runs`.
+    """Add the new block in `slot` to the head of its class's LRU list and to a run.
 
-    Consecutive new blocks with the same time of last use form one run.
+    The block joins the newest run if it has the same time of last use; otherwise it begins a new run.
     """
     last = own.last[slot]
     if own.run == _NO_RUN or last != own.run_time or own.runs.runs[own.run, LENGTH] == 0:
@@ -578,8 +586,9 @@ def _replace_for_prefix(own: State, new: Entering, cache: Cache, path: Path) -> 
 def _replace_one_by_one(own: State, new: Entering, cache: Cache, path: Path) -> None:
     """Choose victims for the blocks that a device drops, tail first.
 
-    Each new block enters the order before the next block is processed. A later block, which is nearer to the
-    root, may therefore evict an earlier block of the same batch. The evicted block then counts as refused.
+    Each new block enters the lists before the next block is processed. A block may therefore evict a block of
+    the same batch that was processed before it and is farther from the root. The evicted block then counts as
+    refused.
     """
     slots, entered = new.slots, own.entered
     _find_candidates(own, cache, path)
@@ -607,10 +616,7 @@ def _replace_one_by_one(own: State, new: Entering, cache: Cache, path: Path) -> 
 
 @inline
 def _insert_in_shadow(own: State, new: Entering) -> None:
-    """Move a batch of blocks, which the device drops, to the recent end of the simulated LRU.
-
-    The first block of the batch becomes the most recent.
-    """
+    """Make the blocks that the device drops the simulated LRU's most recent blocks, the first one last."""
     history = own.history
     for row in range(new.count - 1, -1, -1):
         place = find(history.keys.index, new.keys, row, hash_row(new.keys, row))

@@ -1,6 +1,7 @@
-"""A simulated LRU cache of the same size, which counts the blocks that LRU would have served.
+"""A simulated LRU cache, which compares the hits of LRU with the hits of the policy Hazard.
 
-Owns a list over the positions of a key history. Does not know slots.
+The simulated cache is as large as the real one. It holds no keys: its list links positions of Hazard's key
+history. Does not know the slots of the real cache.
 """
 
 from __future__ import annotations
@@ -11,21 +12,23 @@ from kvoffload.structures.structs import Struct
 
 
 class ShadowLRU(Struct):
-    """An exact simulation of LRU beside a policy. The history must have every key that LRU could hold.
+    """An exact simulation of an LRU cache that receives the same requests as the policy.
 
-    For each request, call `compare` for each block, from last to first, then `end_path`.
+    For each request, call `compare` for each of its blocks, from last to first, then `end_path`. The key
+    history, whose positions the list links, must remember every key that LRU could hold.
 
     Args:
-        num_keys: positions of the history.
+        num_keys: number of positions of the history.
         capacity_blocks: capacity of the cache.
 
     Attributes:
         blocks: the positions that LRU holds, most recent first.
-        lead: prefix hits of LRU minus prefix hits of the policy. The policy reduces old leads over time.
-        own_run, lru_run: number of consecutive hits of the policy and of LRU up to the block compared last,
-            without blocks that the device serves.
+        lead: prefix hits of LRU minus prefix hits of the policy. The policy lets old differences decay
+            (`keep_promise`).
+        own_run, lru_run: number of consecutive hits, of the policy and of LRU, that begin at the block
+            compared last. Blocks that the device serves are not counted.
 
-    Memory: 12 bytes per position of the history. Cost: a move in a list for each block.
+    Memory: 12 bytes per position of the history. Cost: one list operation for each block.
     """
 
     blocks: Lists
@@ -46,14 +49,14 @@ class ShadowLRU(Struct):
 
 @inline
 def leave_shadow(shadow: ShadowLRU, position: int) -> None:
-    """Remove this key from the simulated LRU, if present."""
+    """Remove the key at this position of the history from the simulated LRU, if present."""
     if shadow.blocks.links[position, LIST] != UNLISTED:
         unlink(shadow.blocks.links, position)
 
 
 @inline
 def enter_shadow(shadow: ShadowLRU, position: int) -> None:
-    """Make this key the most recent of the simulated LRU."""
+    """Make the key at this position of the history the most recent key of the simulated LRU."""
     links, recent = shadow.blocks.links, shadow.blocks.num_positions
     if links[position, LIST] != UNLISTED:
         move_to_head(links, recent, position)
@@ -63,7 +66,7 @@ def enter_shadow(shadow: ShadowLRU, position: int) -> None:
 
 @inline
 def shrink_to_capacity(shadow: ShadowLRU) -> None:
-    """Evict the least recent blocks above the capacity."""
+    """Evict the simulated LRU's least recent keys until the others fit its capacity."""
     links, recent = shadow.blocks.links, shadow.blocks.num_positions
     while links[recent, LIST] > shadow.capacity_blocks:
         unlink(links, links[recent, PREV])
@@ -71,14 +74,14 @@ def shrink_to_capacity(shadow: ShadowLRU) -> None:
 
 @inline
 def compare(shadow: ShadowLRU, position: int, is_held: bool, asked: bool, is_victim_tier: int) -> None:
-    """Record a use of the key at `position`.
+    """Record a use of a block whose key is at `position` of the history.
 
     The block becomes the most recent of the simulated LRU, even after a miss, because LRU stores missed
     blocks. In a victim tier the block leaves the simulated LRU instead, because it moves to the device.
 
     Args:
         is_held: True if the policy holds the block.
-        asked: False if the device served the block. The use is then a hit of neither the policy nor LRU.
+        asked: False if the device served the block, so that this tier was not looked up.
         is_victim_tier: 1 for a victim tier, otherwise 0.
     """
     if asked:
@@ -93,7 +96,7 @@ def compare(shadow: ShadowLRU, position: int, is_held: bool, asked: bool, is_vic
 
 @inline
 def end_path(shadow: ShadowLRU) -> None:
-    """Evict blocks above the capacity, and add LRU's prefix hits minus the policy's to `lead`."""
+    """End a request: evict blocks above the capacity; add LRU's prefix hits minus the policy's to `lead`."""
     shrink_to_capacity(shadow)
     shadow.lead += shadow.lru_run - shadow.own_run
     shadow.own_run = shadow.lru_run = 0
