@@ -1,6 +1,6 @@
 """A tier without bytes, for replays without data, sweeps and plans.
 
-Decides with the same classes of managers, policies and admission rules as a disk tier. Jobs end at once.
+Decides with the same manager, eviction policies and admission rules as a disk tier. Jobs end at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SimulatedTier(ManagedTier):
         capacity_blocks, policy, admission, key_bytes: arguments of `OffloadingManager`.
         block_bytes: bytes of a block in RAM, for the byte counters of `TierStats`.
         identity: see `SecondaryTier`.
-        write_budget: limit of the writes in a day, in blocks instead of bytes.
+        write_budget: limit of the writes in a day. It counts blocks instead of bytes.
     """
 
     name = "simulated"
@@ -108,7 +108,7 @@ class SimulatedTier(ManagedTier):
         pass
 
     def begin_write(self, plan: StorePlan) -> int:
-        """Write accepted blocks; return the number of a job that has already ended."""
+        """Record accepted blocks as written; return the number of the job, which has already ended."""
         self._manager.complete_store(plan)
         return self._end(np.ones(len(plan), np.bool_))
 

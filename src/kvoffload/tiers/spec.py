@@ -1,4 +1,4 @@
-"""Parser of users' descriptions of tiers. All commands and settings share one grammar.
+"""Parser of the descriptions of tiers that users write. All commands and settings share one grammar.
 
 A description is a text ``KIND:PATH:CAPACITY,option=value,...``, or ``KIND:CAPACITY`` for a kind without a
 path. It may also be a mapping: ``{"type": KIND, "path": PATH, "capacity": CAPACITY, ...}``. A tier on a
@@ -38,7 +38,7 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9.+-]*)://")
 _SECRET = re.compile(r"pass|secret|token|credential|auth", re.IGNORECASE)
 _HIDDEN = "***"
 _PLACE = ("path", "capacity", "url")
-"""Options whose values stand in a tier's text without their names, as in ``disk:PATH:CAPACITY``."""
+"""Options that a tier's text gives by position, without their names, as in ``disk:PATH:CAPACITY``."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,11 @@ class TierOwner:
         shared_fingerprint: returns the fingerprint for tiers that several machines share. Its argument is the
             user's name of the weights, or an empty text. All machines that compute equal bytes for equal keys
             get an equal fingerprint. Raises `ConfigError` if the weights cannot be identified.
-        replica: name of this engine among engines with equal fingerprints; each has its own directory.
+        replica: name that distinguishes this engine from engines with equal fingerprints. Each of them has
+            its own directory.
         counts_blocks: True if capacities are numbers of blocks, as in a replay, instead of sizes.
-        reports_paths: True if the owner reports paths (`GroupedTier.extend_path`) and offers all blocks of a
-            path at its end.
+        reports_paths: True if the owner reports the paths of its requests (`GroupedTier.extend_path`), and
+            offers all blocks of a path when the request finishes.
         on_unavailable: called with the error if a tier, or one of a tier's directories, cannot be opened now.
             If it is None, the error is raised.
     """
@@ -75,7 +76,7 @@ class TierOwner:
     recorded_s: float = 0.0
 
     def handle_unavailable(self, error: UnavailableError) -> None:
-        """Pass the error of a tier that cannot be opened now to `on_unavailable`, or raise the error."""
+        """Pass the error to `on_unavailable`, or raise it if there is no `on_unavailable`."""
         if self.on_unavailable is None:
             raise error
         self.on_unavailable(error)
@@ -116,8 +117,9 @@ class TierOptions(ABC):
     Attributes:
         label: name of the tier in metrics and reports; if empty, `names_of` derives a name from the kind.
         name: name of the kind, as users type it.
-        schemes: URL schemes of a kind on a network, such as ``valkeys``. Each begins with `name`.
-        keeps_blocks: False for a kind that stores no bytes, for replays only.
+        schemes: for a kind that is reached over a network, its URL schemes, such as ``valkeys``. Each begins
+            with `name`.
+        keeps_blocks: False for a kind that stores no bytes and is only for replays.
     """
 
     name: ClassVar[str]
@@ -131,12 +133,15 @@ class TierOptions(ABC):
         """Open the tier, with its contents from earlier runs. Raises `ConfigError`, `UnavailableError`."""
 
     def in_blocks(self, block_bytes: int | None, unique_blocks: int) -> TierOptions:
-        """Return the options with the capacity as a number of blocks, for replays. Raises `ConfigError`."""
+        """Return the options with the capacity as a number of blocks, for replays.
+
+        Raises: `ConfigError` if the capacity cannot be converted.
+        """
         return self
 
     @property
     def num_blocks(self) -> int:
-        """Capacity in blocks. If the tier has none, this is more than the number of blocks of any trace."""
+        """Capacity in blocks. For a tier without a capacity, it is more than any trace has."""
         return MOST_BLOCKS
 
     @property
@@ -153,7 +158,7 @@ class TierOptions(ABC):
     def _settings(self, before: str, between: str, encode: Callable[[str], str] = str) -> str:
         """Format the options that differ from their defaults, each as ``name=value``.
 
-        `between` separates the options. `before` precedes them, unless there are none.
+        `between` separates the options. If there are any, `before` precedes them.
         """
         settings = [
             f"{option.name}={encode(str(getattr(self, option.name)))}"
@@ -165,7 +170,7 @@ class TierOptions(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class SizedTierOptions(TierOptions):
-    """Options of a tier with a capacity, which evicts blocks itself.
+    """Options of a tier that has a capacity and evicts blocks itself.
 
     Attributes:
         capacity: limit of the tier's contents.
@@ -224,9 +229,9 @@ def parse_tier(field: str, value: object) -> TierOptions:
 
 
 def redacted(value: object) -> object:
-    """Replace secrets by ``***``: secret options, and user name and password in a URL.
+    """Replace secrets in a description by ``***``: values of secret options, and login data in URLs.
 
-    Also recognises a user name and password in a URL whose ``//`` is missing.
+    Also finds the user name and password in a URL that lacks its ``//``.
     """
     if isinstance(value, str):
         return re.sub(r"(?<=://).*@|[^/\s]*@", f"{_HIDDEN}@", value)
@@ -236,7 +241,7 @@ def redacted(value: object) -> object:
 
 
 def parse_tiers(field: str, value: object) -> tuple[TierOptions, ...]:
-    """Parse the descriptions of tiers, a list or a text, fastest first. Raises `ConfigError`."""
+    """Parse the descriptions of several tiers, from the fastest to the slowest. Raises `ConfigError`."""
     if value == NO_TIERS:
         return ()
     if isinstance(value, str):
@@ -259,7 +264,7 @@ def parse_tiers(field: str, value: object) -> tuple[TierOptions, ...]:
 
 
 def _distinct(field: str, tiers: Sequence[TierOptions]) -> tuple[TierOptions, ...]:
-    """Return the tiers. Raises `ConfigError` if a label is the name of another tier."""
+    """Return the tiers. Raises `ConfigError` if the label of a tier is also the name of another tier."""
     names = names_of(tiers)
     for number, (tier, name) in enumerate(zip(tiers, names, strict=True)):
         if tier.label and names.count(name) > 1:
@@ -270,10 +275,11 @@ def _distinct(field: str, tiers: Sequence[TierOptions]) -> tuple[TierOptions, ..
 
 
 def names_of(options: Sequence[TierOptions]) -> list[str]:
-    """Return the name of each tier in metrics and reports. The order of the tiers does not change a name.
+    """Return the name of each tier in metrics and reports.
 
     The name of a tier is its label or, if it has none, its kind. If several tiers of one kind have no label,
-    their names consist of kind and place. Tiers of one place, such as simulated tiers, are numbered.
+    each is named after its place (`TierOptions.place`), so that the names do not depend on the order of the
+    tiers. Only tiers with equal places, such as simulated tiers, are numbered.
     """
     unnamed = [tier for tier in options if not tier.label]
     kinds, places = Counter(tier.name for tier in unnamed), Counter(tier.place for tier in unnamed)
@@ -290,7 +296,7 @@ def names_of(options: Sequence[TierOptions]) -> list[str]:
 def open_tiers(options: Iterable[TierOptions], owner: TierOwner) -> list[SecondaryTier]:
     """Open all tiers. Unavailable tiers are left out if the owner has `on_unavailable`.
 
-    Raises: `ConfigError`, `UnavailableError`. If it raises, the tiers that were opened before are closed.
+    Raises: `ConfigError`, `UnavailableError`. The tiers that have been opened are then closed.
     """
     opened, given = list[SecondaryTier](), list(options)
     with ExitStack() as undo:
@@ -314,12 +320,12 @@ def open_tier(
     key_bytes: int = 32,
     must_answer: bool = True,
 ) -> SecondaryTier:
-    """Open a tier from the text that the command line takes: a disk, a server, a cluster or a bucket.
+    """Open a tier that a text describes, as on the command line: a disk, a server, a cluster or a bucket.
 
-    Pass the tier to a `TieredManager`, which closes it. ``disk:/nvme/kv:1TiB`` opens a `DiskTier`, or a
-    `StripedTier` for several paths. ``valkey://cache:6379/team-a``, ``valkey+cluster://...`` and
-    ``s3://bucket/prefix`` open tiers that machines share. Options follow the text: ``...:1TiB,policy=arc``,
-    ``...team-a?ttl=7d&timeout=1s``.
+    Pass the tier to a `TieredManager`, which closes it. ``disk:/nvme/kv:1TiB`` opens a `DiskTier`; with
+    several paths it opens a `StripedTier`. ``valkey://cache:6379/team-a``, ``valkey+cluster://...`` and
+    ``s3://bucket/prefix`` open tiers that machines share. Options are appended to the text, as in
+    ``...:1TiB,policy=arc`` or ``...team-a?ttl=7d&timeout=1s``.
 
     Args:
         description: the text, or a mapping: ``{"url": "valkey://cache:6379/team-a", "ttl": "7d"}``.
@@ -367,7 +373,8 @@ Tiers: TypeAlias = Annotated[tuple[TierOptions, ...], _TiersParser()]
 def _fields_of_text(field: str, text: str) -> dict[str, Any]:
     """Parse the text of a tier into a mapping.
 
-    Unknown settings after ``policy=`` or ``admission=`` are parameters of the policy or rule.
+    If a setting after ``policy=`` or ``admission=`` is no option of the tier, it is passed to the policy or
+    the admission rule as a parameter.
     """
     if match := _SCHEME.match(text):
         return {"type": _kind_of_scheme(field, match[1], text), "url": text}
@@ -408,7 +415,7 @@ def _fields_of_text(field: str, text: str) -> dict[str, Any]:
 
 
 def _kind_of_scheme(field: str, scheme: str, text: str) -> str:
-    """Return the kind with this URL scheme. Cost: imports one kind."""
+    """Return the name of the kind with this URL scheme. Cost: imports one kind."""
     for name in TIERS.names():
         if scheme.startswith(name) and scheme in TIERS.find(name).schemes:
             return name
@@ -439,5 +446,5 @@ def _with_query(field: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shown(name: str, value: object) -> object:
-    """Return the value, or ``***`` if the option is secret. An option that names a file is not secret."""
+    """Return the value, or ``***`` if the option's name suggests a secret. A file's name is no secret."""
     return _HIDDEN if _SECRET.search(name) and not name.endswith("_file") else value

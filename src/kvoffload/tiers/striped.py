@@ -16,15 +16,16 @@ from kvoffload.tiers.guarded import GuardedTier
 
 
 class StripedTier(DividedTier[GuardedTier]):
-    """Several tiers that divide the keys among themselves: disks, simulated tiers, or tiers of your own.
+    """Several tiers that distribute the keys among themselves: disks, simulated tiers, or your own tiers.
 
-    Each key belongs to the tier with the highest random weight (Thaler and Ravishankar, "Using name-based
-    mappings to increase hit rates", IEEE/ACM Transactions on Networking 6(1), 1998). The weights depend on
-    the tiers' identities, not on the order of the tiers. A new tier takes an equal share of the keys from
-    each old tier, and no key moves between old tiers. Each tier receives its keys in prefix order.
+    A key has a pseudorandom weight for each tier, and belongs to the tier with the highest weight (Thaler and
+    Ravishankar, "Using name-based mappings to increase hit rates", IEEE/ACM Transactions on Networking 6(1),
+    1998). The weights depend on the tiers' identities, not on the order of the tiers. A new tier takes an
+    equal share of the keys from each old tier, and no key moves between old tiers. Each tier receives its
+    keys in prefix order.
 
-    If a tier fails or raises (see `GuardedTier`), only the blocks of this tier are misses. While a tier
-    hangs, jobs with its blocks do not end. A `TieredManager` then reads nothing from the whole stripe.
+    If a tier fails or raises (see `GuardedTier`), only the blocks of this tier are misses. But while a tier
+    hangs, jobs that contain its blocks do not end, and a `TieredManager` reads nothing from the whole stripe.
 
     Args:
         tiers: tiers of one block size. The stripe owns the tiers and closes them in `close`.
@@ -33,8 +34,8 @@ class StripedTier(DividedTier[GuardedTier]):
         identity: identity of the first tier.
         stored_bytes: the largest `stored_bytes` of the tiers.
 
-    Thread: one, the thread that calls the tiers. Cost: 50 ns a key with four tiers: a digest, and a weight
-    per tier.
+    Thread: one, the thread that calls the tiers. Cost: with four tiers 50 ns a key, for the key's digest and
+    four weights.
     Raises: `ConfigError` if `tiers` is empty, if the tiers differ in `block_bytes`, if two tiers have equal
         identities, or if a tier is shared by machines.
     """
@@ -72,7 +73,7 @@ class StripedTier(DividedTier[GuardedTier]):
         self._quotas = parts
 
     def tenants(self) -> dict[str, TenantStats]:
-        """Sum the counts of the tiers."""
+        """Return, for each tenant, the sum of the tiers' counts."""
         counts: dict[str, list[TenantStats]] = {}
         for tier in self._tiers:
             for name, counted in tier.tenants().items():
@@ -88,9 +89,9 @@ class StripedTier(DividedTier[GuardedTier]):
         return [(number, self._tiers[number], np.flatnonzero(homes == number)) for number in numbers]
 
     def homes(self, keys: Keys) -> npt.NDArray[np.intp]:
-        """Return for each key the number of the tier with the highest random weight for this key.
+        """Return, for each key, the index of the tier that has the highest weight for this key.
 
-        The formula of the weights must not change. Otherwise a key would belong to another tier than before,
+        The formula of the weights must never change. Otherwise keys would belong to other tiers than before,
         and the blocks that are already on disks would not be found.
         """
         weights = keys.digests[:, None] ^ self._identities

@@ -18,11 +18,11 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, poll_s: float = 
 
 
 class Backoff:
-    """Pauses that double from `first_s` up to `longest_s`.
+    """Pauses between attempts, which double from `first_s` up to `longest_s`.
 
     Args:
-        jitter: largest random change of a pause, as a share of the pause. Spreads the retries of several
-            machines.
+        jitter: largest random change of a pause, as a share of the pause. With jitter, several machines do
+            not retry at the same time.
         chance: returns a random number in [0, 1).
     """
 
@@ -42,5 +42,5 @@ class Backoff:
         return pause_s * (1.0 + self._jitter * (2.0 * self._chance() - 1.0)) if self._jitter else pause_s
 
     def reset(self) -> None:
-        """Restart from the first pause. Call it after a success."""
+        """Begin again with the first pause. Call this after a successful attempt."""
         self._pause_s = self._first_s

@@ -1,6 +1,6 @@
-"""A limit of the bytes written to a disk in a day, against the wear of solid-state disks.
+"""A limit of the bytes written to a disk in a day, so that solid-state disks do not wear out early.
 
-Counts bytes by the hour. Does not know keys or tiers.
+Counts the bytes of each hour. Does not know keys or tiers.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ HOUR_S = 3600
 DAY_S = 24 * HOUR_S
 
 _HOURS = 25
-"""Number of hours whose writes are summed: the current, incomplete hour, and the 24 hours before."""
+"""Number of hours whose writes are summed. They are the current hour and the 24 hours before it."""
 
 
 class WriteBudget:
     """A limit of the bytes that tiers write in any 24 hours. Several tiers may share one budget.
 
-    A write counts with its bytes on the medium, even if it fails. Writes before a restart count, too.
+    A write counts with its size on the medium, even if it fails. Writes before a restart count, too.
 
     Args:
         max_bytes_per_day: limit in any 24 hours; 0 for tiers that are only read.
-        clock: seconds since 1970. The default ignores later changes of the system's clock.
+        clock: returns seconds since 1970. The default ignores later changes of the system's clock.
         is_even: True to spend the budget at an even rate, as replays do (`budget_of_recording`). The budget
-            then grows with time from 0, and writes never exceed the part that has accrued so far.
+            then starts at 0 and grows with time. Writes never exceed the part that has accrued so far.
 
     Thread: the scheduler's. Raises: `ConfigError` for a negative or infinite budget.
     """
@@ -76,12 +76,12 @@ class WriteBudget:
 
     @property
     def left_bytes_each(self) -> int:
-        """Share of one tier in `left_bytes`. Shares are equal, so that the counters of all tiers add up."""
+        """Share of one tier in `left_bytes`. Shares are equal, so that they add up to `left_bytes`."""
         return self.left_bytes // max(1, self._num_tiers)
 
     @property
     def bytes_each(self) -> float:
-        """Share of one tier in a day's budget, in bytes. All shares are equal."""
+        """Share of one tier in a day's budget, in bytes. All tiers have equal shares."""
         return self._max_bytes / max(1, self._num_tiers)
 
     def earned_bytes_each(self, seconds: float) -> float:
@@ -89,7 +89,7 @@ class WriteBudget:
         return self.bytes_each * seconds / DAY_S
 
     def now_s(self) -> float:
-        """Return the time of the budget's clock."""
+        """Return the present time of the budget's clock, in seconds."""
         return self._clock()
 
     def _hour(self) -> int:
@@ -99,8 +99,9 @@ class WriteBudget:
 def budget_of_recording(max_per_day: float, clock: Callable[[], float]) -> WriteBudget:
     """Create the write budget of a replay, which accrues at an even rate over the time of the recording.
 
-    A recording of minutes would never exhaust the budget of a day. A budget for these minutes, granted at
-    once, would be spent on the first blocks, which a tier that has run for days already has.
+    With the budget of a whole day, a recording of a few minutes would never reach the limit. With the budget
+    of these minutes, granted at once, the replay would spend all of it on the first blocks, which a tier that
+    has run for days already has.
 
     Args:
         max_per_day: budget of 24 hours, in the unit of `WriteBudget.spend`, such as blocks.
@@ -110,6 +111,6 @@ def budget_of_recording(max_per_day: float, clock: Callable[[], float]) -> Write
 
 
 def _steady_clock() -> Callable[[], float]:
-    """Return a clock of seconds since 1970 that starts at the system's time and follows monotonic time."""
+    """Return a clock of seconds since 1970. It starts at the system's time and follows monotonic time."""
     offset_s = time.time() - time.monotonic()
     return lambda: offset_s + time.monotonic()

@@ -46,7 +46,7 @@ _decode = msgspec.json.Decoder(Header).decode
 
 
 def header_in(text: bytes) -> Header | None:
-    """Decode a header. Returns None if the line is a request. Raises `BadLineError` for an invalid header."""
+    """Decode a line as a header; return None if it is a request. Raises `BadLineError` if it is invalid."""
     return decoded(_decode, text) if _MARK in text[:64] else None
 
 
@@ -79,10 +79,10 @@ class BlockSize:
         self._fewest, self._most = 0.0, math.inf
 
     def full_blocks(self, input_tokens: int, num_ids: int) -> int:
-        """Return the number of full blocks: `num_ids`, or one less if the last id is of a partial block.
+        """Return the number of full blocks. It is less than `num_ids` by one if the last block is partial.
 
-        Raises `BadLineError` if `num_ids` does not match the length. The message suggests as block
-        size the largest power of two that fits all lines so far.
+        Raises: `BadLineError` if `num_ids` does not match the length. The message suggests another block
+            size, the largest power of two that fits all lines so far.
         """
         blocks = input_tokens // self.tokens
         if num_ids:

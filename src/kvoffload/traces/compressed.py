@@ -22,16 +22,16 @@ STDIN = Path("-")
 """Path of standard input."""
 
 DAMAGE = (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError)
-"""Exceptions of damaged or truncated files."""
+"""Exceptions that reads of damaged or truncated files raise."""
 
 
 def is_stream(path: Path) -> bool:
-    """Return True for standard input and pipes, such as ``<(zcat FILE)``: they can be read only once."""
+    """Return True for standard input and pipes, such as ``<(zcat FILE)``, which can be read only once."""
     return path == STDIN or path.is_fifo()
 
 
 def opened(path: Path) -> AbstractContextManager[io.BufferedReader]:
-    """Open a file or standard input for reading. Raises `OSError`."""
+    """Open a file, or standard input, for reading. Raises `OSError`."""
     if path == STDIN:
         return nullcontext(cast("io.BufferedReader", sys.stdin.buffer))
     return path.open("rb")

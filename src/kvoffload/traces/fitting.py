@@ -1,6 +1,6 @@
-"""Fits a built-in workload to a recording, by a search over the workload's parameters.
+"""Fits a built-in workload to a recording. Searches for the parameters with the least distance from it.
 
-`likeness` defines the distance. docs/workloads.md lists the limits of a fit.
+`likeness` defines the distance of two traces. docs/workloads.md lists the limits of a fit.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from kvoffload.traces.trace import Trace
 from kvoffload.traces.workloads import LogNormal, Workload, builtin
 
 _TRIAL_REFS = 200_000
-"""Approximate limit of a trial's block references. For a larger recording a trial generates fewer sessions at
-the same number of sessions per minute, so equally many sessions overlap."""
+"""Approximate limit of the block references that a trial generates. If the recording is larger, a trial has
+fewer sessions, but the same number of sessions per minute, so that equally many sessions overlap."""
 _FEWEST_SESSIONS = 60
 _DIRECT_ROUNDS, _SEARCH_STEPS = 6, (1.4, 1.12)
 _P90_OF_NORMAL = 1.2816
@@ -36,8 +36,8 @@ _SCALED = (
     "shared_prompts", "documents", "document_tokens", "fork_share", "sub_agent_share", "summary_tokens",
     "context_limit_tokens", "sessions_per_minute",
 )  # fmt: skip
-"""Parameters that the search multiplies by factors; if a parameter is a `LogNormal`, its median. The search
-also multiplies the sigma of the parameters in `_SIGMAS`."""
+"""Parameters that the search multiplies by factors. Of a `LogNormal`, it multiplies the median, and for the
+parameters in `_SIGMAS` also the sigma."""
 _SIGMAS = ("first_tokens", "turn_tokens", "think_time_s", "document_tokens")
 
 
@@ -47,11 +47,11 @@ class Fit:
 
     Attributes:
         workload: the fitted workload, at the size and load of the recording, with blocks of about 512 tokens.
-        distance: mean factor between the features of recording and workload (`likeness.distance`). The value
-            1 means that they are equal.
+        distance: mean factor by which the features of recording and workload differ (`likeness.distance`).
+            It is 1 if the features are equal.
         recorded: features of the recording.
         fitted: features of the fitted workload.
-        trials: number of generated workloads.
+        trials: number of workloads that the search generated.
     """
 
     workload: Workload
@@ -62,12 +62,14 @@ class Fit:
 
 
 def fit(trace: Trace, like: str) -> Fit:
-    """Fit the built-in workload that `like` names to a recording. Deterministic.
+    """Fit the built-in workload that `like` names to a recording. The result is deterministic.
+
+    The search has two steps. A trial generates a workload and computes its distance from the recording.
 
     1. Set parameters from statistics of the recording, and correct them by trials.
     2. Try each parameter slightly larger and smaller, and keep changes that reduce the distance.
 
-    All trials use seed 0.
+    All trials use the seed 0.
 
     Cost: about 100 trials of at most 200,000 references: half a minute to a minute.
 
@@ -167,7 +169,7 @@ class _Search:
         )
 
     def corrected(self, workload: Workload) -> Workload:
-        """Try a workload; return a copy whose parameters bring its means closer to the recording's."""
+        """Try a workload; return a copy with parameters whose means should be closer to the recording's."""
         got, want = self._try(workload), self._target
         changes: dict[str, Any] = {
             "turn_tokens": _times(workload.turn_tokens, _step(want.next_tokens, got.next_tokens)),
@@ -223,7 +225,7 @@ class _Search:
                 yield {field: round(value * by) if isinstance(value, int) else value * by}
 
     def _try(self, workload: Workload) -> _Means:
-        """Generate a trace of a workload; return the trace's means. Keeps the best workload so far."""
+        """Generate a trace of a workload; return the trace's means. If it is the best so far, keep it."""
         workload = _rounded(workload)
         sessions = max(_FEWEST_SESSIONS, round(workload.sessions * self._share))
         share = sessions / workload.sessions
@@ -271,7 +273,7 @@ def _rounded(workload: Workload) -> Workload:
 
 
 def _step(wanted: float, got: float) -> float:
-    """Return a factor by which to correct a parameter. It is damped, because the parameters are coupled."""
+    """Return a factor by which to correct a parameter. It is damped, because parameters affect each other."""
     if wanted <= 0 or got <= 0:
         return 1 / 3 if wanted <= 0 < got else 3.0 if got <= 0 < wanted else 1.0
     return min(3.0, max(1 / 3, math.exp(0.8 * math.log(wanted / got))))

@@ -14,11 +14,11 @@ from kvoffload.traces.trace import Trace
 
 
 class TraceFormat(ABC):
-    """A kind of trace files. Each format is a file in `formats` with a subclass.
+    """A format of trace files. Each format has a file in `formats` with a subclass.
 
     Attributes:
-        name: name for users.
-        suffixes: lower-case suffixes of files in this format, without the suffix of a compression.
+        name: name of the format, for users.
+        suffixes: lower-case suffixes of files in this format, without a suffix such as ``.gz``.
     """
 
     name: ClassVar[str]
@@ -42,7 +42,7 @@ class TraceFormat(ABC):
 FORMATS: Registry[TraceFormat] = Registry("trace format", TraceFormat, "kvoffload.traces.formats")
 
 DEFAULT_FORMAT = "mooncake"
-"""Format of files with an unknown suffix."""
+"""Name of the format that is assumed for files with an unknown suffix."""
 
 
 def format_of(path: Path) -> TraceFormat:
@@ -67,8 +67,8 @@ def read_trace(
     Blank lines are ignored.
 
     Args:
-        block_tokens: tokens in one block. If it is None, the header states the number; without a header, it
-            is 512.
+        block_tokens: tokens in one block. If it is None, the number in the file's header is used, or 512 if
+            there is no header.
         skip_bad_lines: skip bad lines and count them in `Trace.skipped_lines`. A truncated file or a file
             without requests is still an error.
         progress: called repeatedly with the share of the file that has been read, 0 to 1.
@@ -76,7 +76,7 @@ def read_trace(
     Cost: about 0.3 s per million block references.
 
     Raises:
-        TraceError: one line with file, line number, field and reason.
+        TraceError: the file is unusable. The message is one line with file, line number, field and reason.
         ConfigError: `block_tokens` is less than 1.
     """
     if block_tokens is not None and block_tokens < 1:

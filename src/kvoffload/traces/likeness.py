@@ -1,4 +1,4 @@
-"""Similarity of traces of any size: computes a few features of each trace, and their distance."""
+"""Similarity of traces of any size. Computes features of each trace, and the distance of the features."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kvoffload.traces.trace import Trace, codes_by_appearance, offsets_of
 from kvoffload.traces.workloads import BUILTIN, builtin
 
 _LEAST_SHARE = 0.005
-"""Lower limit for features that are shares. Smaller shares, such as 0, are raised to this limit, because the
-distance is computed from quotients of features.
+"""Least value of a feature that is a share. Smaller shares are raised to it, because the distance is computed
+from quotients of features, and a feature must not be 0.
 """
 
 
@@ -54,7 +54,8 @@ def features(statistics: TraceStatistics) -> dict[str, float]:
 def distance(first: Mapping[str, float], second: Mapping[str, float]) -> float:
     """Compute the distance of two traces from their features; 1 if the features are equal.
 
-    The distance is the geometric mean, over all features, of the larger value divided by the smaller.
+    For each feature, the larger of the two values is divided by the smaller. The distance is the geometric
+    mean of these quotients.
     """
     logs = [abs(math.log(value / second[name])) for name, value in first.items()]
     return math.exp(sum(logs) / len(logs))
@@ -63,8 +64,8 @@ def distance(first: Mapping[str, float], second: Mapping[str, float]) -> float:
 def comparable(trace: Trace) -> Trace:
     """Prepare a trace for comparison with workloads: blocks of about 512 tokens, no named sessions.
 
-    To merge `n` blocks into one, every n-th id of a request is kept: an id identifies a whole prefix, so it
-    also identifies a block of `n` times the size.
+    To merge `n` blocks into one, only every n-th id of a request is kept. This id also identifies the larger
+    block, because it identifies the whole prefix up to the block's end.
     """
     trace = trace if trace.sessions is None else replace(trace, sessions=None)
     several = DEFAULT_BLOCK_TOKENS // trace.block_tokens
@@ -81,10 +82,10 @@ def comparable(trace: Trace) -> Trace:
 
 
 def resemblance(trace: Trace) -> dict[str, float]:
-    """Return the distance of a trace to each built-in workload, nearest first. Deterministic.
+    """Return the distance of a trace to each built-in workload, nearest first. The result is deterministic.
 
-    Sessions are inferred, in the trace and in the workloads. Cost: a second to generate the workloads, plus
-    `describe`.
+    Sessions are inferred, in the trace and in the workloads. Cost: a second to generate the workloads, and a
+    call of `describe` for each.
     """
     trace = comparable(trace)
     own = features(describe(trace))

@@ -17,7 +17,8 @@ T = TypeVar("T")
 
 _PROGRESS_LINES = 256
 LONGEST_LINE = 256 << 20
-"""Longest line in bytes. A request of a million tokens has about 0.5 MB in ids, or a few MB in text."""
+"""Largest length of a line in bytes. A request of a million tokens needs about 0.5 MB if the line has ids,
+and a few MB if it has text."""
 
 
 class BadLineError(Exception):
@@ -68,7 +69,7 @@ def decoded(decode: Callable[[bytes], T], text: bytes) -> T:
 
 
 def _validation_reason(message: str) -> str:
-    """Reword a message of msgspec, such as ``Expected `int`, got `str` - at `$.timestamp```."""
+    """Reword a message of msgspec for users. It is like ``Expected `int`, got `str` - at `$.timestamp```."""
     plain = message.replace("`", "")
     if missing := re.fullmatch(r"Object missing required field (\w+)", plain):
         return f"field {missing[1]}: missing"

@@ -14,9 +14,9 @@ from kvoffload.traces.trace import Trace
 def at_load(trace: Trace, load: float) -> Trace:
     """Multiply the arrival rate of sessions by `load`.
 
-    Gaps within a session do not change, because users do not think faster under load. If `load` is above 1,
-    the recording becomes shorter, at most by the factor `load`. `statistics.describe` defines sessions. Cost:
-    0.2 s per million block references.
+    The gaps between the requests of a session do not change, because users do not think faster under load.
+    Therefore, if `load` is above 1, the recording becomes shorter, but at most by the factor `load`. Sessions
+    are defined as in `statistics.describe`. Cost: 0.2 s per million block references.
     """
     if convert("load", load, Positive) == 1 or not trace.requests:
         return trace
@@ -30,9 +30,9 @@ def at_load(trace: Trace, load: float) -> Trace:
 
 
 def one_session_in(trace: Trace, number: int) -> Trace:
-    """Keep every `number`-th session; sessions are ordered by their first request.
+    """Keep every `number`-th session, in the order of the sessions' first requests.
 
-    `statistics.describe` defines sessions. Cost: 0.2 s per million block references.
+    Sessions are defined as in `statistics.describe`. Cost: 0.2 s per million block references.
     """
     if number == 1 or not trace.requests:
         return trace

@@ -1,4 +1,4 @@
-"""Sessions that a recording names in its requests. `traces.statistics` infers sessions without names."""
+"""Sessions that a recording names in its requests. If it names none, `traces.statistics` infers sessions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 _NO_PARENT = ("", "-1")
 _MOST_CHATS = 1 << 17
-"""Number of chats that are remembered as possible parents. Needs about 25 MB."""
+"""Number of chats that are remembered as possible parents. They need about 25 MB of memory."""
 
 
 class SessionNames(msgspec.Struct, omit_defaults=True, kw_only=True):
@@ -40,11 +40,11 @@ def first_name(*values: object) -> str:
 class NamedSessions:
     """Names the session of each request by the request's fields.
 
-    If a recording has `parent_chat_id`, as Qwen-Bailian's does, `chat_id` names a single request. The session
-    then gets the name of the first chat in the chain of parents.
+    If a recording has `parent_chat_id`, as Qwen-Bailian's does, `chat_id` names only a single request. The
+    session is then named after the first chat in the chain of parents.
 
-    Memory: the last 131,072 chats. If the parent of a chat is not among these chats, the session gets the
-    parent's name.
+    Memory: the last 131,072 chats. If the parent of a chat is not among them, the session is named after the
+    parent.
     """
 
     def __init__(self) -> None:

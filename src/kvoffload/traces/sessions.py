@@ -1,8 +1,8 @@
 """Generation of traces from a `Workload`.
 
-Traces are equal on every machine. Random numbers come from `random.Random.random`; Python guarantees its
-stream. Floats use only ``+ - * /``, which IEEE 754 defines exactly. Results of libm and of numpy's generators
-differ between versions, so neither is used.
+The same workload gives the same trace on every machine. Random numbers come from `random.Random.random`,
+whose sequence Python guarantees. Floats use only ``+ - * /``, which IEEE 754 defines exactly. libm and
+numpy's generators are not used, because their results differ between versions.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _EMPTY = 0
 
 @dataclass(frozen=True)
 class _Context:
-    """A context: the ids of its full blocks, its length in tokens, and its identity.
+    """A context, that is, a sequence of texts: ids of its full blocks, length in tokens, and identity.
 
-    Equal contexts have equal identities.
+    Contexts of equal texts have equal identities.
     """
 
     blocks: tuple[int, ...] = ()
@@ -51,9 +51,9 @@ class _Request:
 def generate(workload: Workload) -> Trace:
     """Generate all sessions and merge their requests by time.
 
-    Time wraps around: a request that would arrive after the end of the recording moves to its start, as if
-    its session had begun before the recording. So the request rate is even from start to end, and
-    `sessions_per_minute` does not change the number of requests.
+    To keep the request rate even from start to end, time wraps around: a request that would arrive after the
+    end of the trace moves to the start, as if its session had begun before the trace. Therefore the number of
+    requests does not depend on `sessions_per_minute`.
 
     Cost: about 0.7 s per million block references.
     """
@@ -79,7 +79,7 @@ def generate(workload: Workload) -> Trace:
 
 
 class _Server:
-    """State of all sessions together: random numbers, shared texts, and an id for each prefix."""
+    """The state that all sessions share: random numbers, shared texts, and an id for each prefix."""
 
     def __init__(self, workload: Workload) -> None:
         self.shared_blocks: set[int] = set()
@@ -148,10 +148,10 @@ class _Server:
         return self._append(_Context(), ("prompt", prompt), self._workload.shared_prompt_tokens)
 
     def _write(self, context: _Context, prompt: int, tokens: int) -> _Context:
-        """Append a unique text, whose length is `tokens`, to a context.
+        """Append a new text, which occurs nowhere else and has `tokens` tokens, to a context.
 
-        If the context would become too long, it is first replaced by the shared prompt number `prompt` and a
-        summary.
+        If the context would become too long, it is first replaced by the shared prompt with the number
+        `prompt`, and a summary.
         """
         workload = self._workload
         if context.tokens + tokens > workload.context_limit_tokens:
@@ -165,10 +165,7 @@ class _Server:
         return self._append(context, self._unique_segments, tokens)
 
     def _append(self, context: _Context, segment: _Segment, tokens: int) -> _Context:
-        """Append the text `segment`, whose length is `tokens`, to a context.
-
-        Equal arguments give equal contexts.
-        """
+        """Append the text `segment`, which has `tokens` tokens. Equal arguments give equal contexts."""
         before, total = context.identity, context.tokens + tokens
         completed = range(len(context.blocks), total // self._workload.block_tokens)
         blocks = [self._blocks.setdefault((before, segment, i), len(self._blocks)) for i in completed]
@@ -185,7 +182,7 @@ class _Server:
 
 
 def draw(random: Callable[[], float], quantity: LogNormal, unit: int = 1) -> int:
-    """Draw a value of `quantity`, multiplied by `unit` and rounded, at least 1. Equal on every machine."""
+    """Draw a value of `quantity`; return it times `unit`, rounded, at least 1. Equal on every machine."""
     # The sum of twelve uniform numbers is nearly normal up to three sigma and needs no logarithm. A loop,
     # because `sum` rounds differently since Python 3.12.
     normal = -6.0

@@ -1,4 +1,4 @@
-"""Traces by name: built-in workloads and files. Knows no format."""
+"""Loads a trace by its name, which is a built-in workload or a file. Knows no format."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ def load_trace(
         time_unit: ``s`` or ``ms``, for a file that does not state the unit of its times. If it is None, ms is
             assumed, and an error is raised if requests or answers would then be implausibly fast.
 
-    Built-in names take precedence over files (``./chat`` is a file). ``-`` is standard input. `read_trace`
-    describes the other arguments. The blocks of a workload have `block_tokens` tokens, by default 512.
+    If a workload and a file have the same name, the workload is generated; ``./chat`` is always a file. ``-``
+    is standard input. `read_trace` describes the other arguments. The blocks of a workload have
+    `block_tokens` tokens, by default 512.
 
     Raises:
         ConfigError: there is no such workload or file.
-        TraceError: see `read_trace`; also if the times are implausible.
+        TraceError: for the reasons of `read_trace`, or because the times of the file are implausible.
     """
     if str(name_or_path) in BUILTIN:
         tokens = DEFAULT_BLOCK_TOKENS if block_tokens is None else block_tokens
@@ -48,9 +49,10 @@ def load_trace(
 
 
 def block_tokens_of(name_or_path: str | Path, block_tokens: int | None = None) -> int:
-    """Return the block size of the trace that `load_trace` would load; reads only the first line.
+    """Return the block size of the trace that `load_trace` would load. Reads only the first line of a file.
 
-    Standard input and pipes are not read: the result is 512. Raises the errors of `load_trace`.
+    Does not read standard input and pipes; for these, returns 512 if `block_tokens` is None. Raises the
+    errors of `load_trace`.
     """
     check_trace(name_or_path)
     if block_tokens is not None:

@@ -1,4 +1,4 @@
-"""Statistics of a trace: lengths, sessions, and reuse of blocks. Hits are computed by a replay."""
+"""Statistics of a trace: lengths, sessions, and reuse of blocks. Does not count hits; these need a replay."""
 
 from __future__ import annotations
 
@@ -32,37 +32,39 @@ class Percentiles(NamedTuple):
 class TraceStatistics:
     """Statistics of a trace, as `describe` computes them.
 
-    The recording names *sessions* (`Trace.sessions`), or they are inferred. A request that begins with all
-    blocks of an earlier request is the next turn of the earlier request's session, unless the earlier request
-    ends with a *shared prompt*. A block belongs to a shared prompt if more than eight different blocks follow
-    it in the trace. Side effect: users who ask the same question about a document count as one session.
+    If the recording does not name its *sessions* (`Trace.sessions`), they are inferred. A request that begins
+    with all blocks of an earlier request is the next turn of the earlier request's session, unless the
+    earlier request ends with a *shared prompt*. A block belongs to a shared prompt if more than eight
+    different blocks follow it in the trace. A drawback of this rule is that users who ask the same question
+    about a document count as one session.
 
-    An inference is *unambiguous* in two cases. First, the request has blocks, and shares no blocks with
-    earlier requests except a shared prompt. Second, the request is the only continuation of exactly one
-    earlier request.
+    The inference for a request is *unambiguous* in two cases. In the first case, the request has blocks, and
+    shares no blocks with earlier requests except a shared prompt. In the second case, the request is the only
+    continuation of exactly one earlier request.
 
     Attributes:
         duration_s: time from the first arrival to the last.
-        blocks_per_request: number of full blocks of a request, including a shared prefix.
+        blocks_per_request: number of full blocks of a request, including the blocks of a shared prefix.
         output_tokens: number of tokens generated per request.
         sessions: number of sessions; inferred sessions include sub-agents.
         named_share: share of the requests whose session the recording names.
-        unambiguous_share: share of unambiguous inferences among the requests without a named session; None if
-            all sessions are named.
+        unambiguous_share: of the requests without a named session, the share whose inference is unambiguous;
+            None if all sessions are named.
         turns_per_session, mean_turns: percentiles and mean of the number of requests of a session.
         turn_gap_s: time from a turn to the next turn.
-        new_blocks_first_turn, new_blocks_next_turn: blocks that no earlier request had, in a session's
-            first request and in a later request.
+        new_blocks_first_turn, new_blocks_next_turn: number of blocks of a request that no earlier request
+            had; the first is for the first requests of sessions, the second for all later requests.
         concurrent_sessions: mean number of sessions in progress. A session is in progress from its first to
             its last request.
         reuse_time_s: time from a use of a block to its next use.
         reuse_distance_blocks: number of distinct blocks used between two uses of a block. A request uses its
-            blocks from tail to head. An LRU cache hits if its capacity is larger than this distance.
-        ceiling: share of references to blocks that were used before. This is the hit ratio of an unlimited
+            last block first. An LRU cache hits if its capacity is larger than this distance.
+        ceiling: share of the references whose block was used before. This is the hit ratio of an unlimited
             cache.
-        repeated_in_session: share of references to blocks that the same session introduced.
-        shared_by_sessions: share of references to blocks that another session introduced.
-        blocks_of_several_sessions: share of blocks that several sessions use.
+        repeated_in_session: share of the references whose block was first used by an earlier request of the
+            same session.
+        shared_by_sessions: share of the references whose block was first used by another session.
+        blocks_of_several_sessions: share of the blocks that more than one session uses.
         share_outside_blocks: share of the prompt tokens that are in no whole block; None if it is unknown.
     """
 
@@ -94,17 +96,17 @@ class TraceStatistics:
 
 @dataclass(frozen=True)
 class Turns:
-    """The sessions of a trace: named, or inferred (`TraceStatistics`).
+    """The sessions of a trace, which are named or inferred (see `TraceStatistics`).
 
     Attributes:
         first_seen: for each code (see `Trace`), the index of its first use in `Trace.refs`.
         new_blocks: for each request, the number of its blocks that no earlier request had.
-        previous_turn: for each request, the number of the request that it continues, or -1. In a named
-            session, this is the inferred request if it is in the session, or else the session's latest
+        previous_turn: for each request, the index of the request that it continues, or -1. In a named
+            session, this is the inferred request if it belongs to the session, or else the session's latest
             earlier request.
         session_of: for each request, the number of its session.
         is_named: for each request, True if the recording names its session.
-        is_unambiguous: for each request, True if the inference is unambiguous.
+        is_unambiguous: for each request, True if the inference of its previous turn is unambiguous.
         is_shared_prompt: for each code, True if more than eight different blocks follow the block.
     """
 
@@ -184,7 +186,7 @@ def describe(trace: Trace) -> TraceStatistics:
 
 
 def _percentiles(values: _Int64s, unit: int = 1) -> Percentiles:
-    """Compute the percentiles of `values` without interpolation, and divide them by `unit`."""
+    """Compute the percentiles of `values`, without interpolation, in multiples of `unit`."""
     if len(values) == 0:
         return Percentiles(0, 0, 0, 0, 0, 0)
     percentiles = np.percentile(values, (10, 25, 50, 75, 90, 99), method="inverted_cdf").tolist()
@@ -199,7 +201,7 @@ def _first_positions(trace: Trace) -> _Int64s:
 
 
 def _fan_out(trace: Trace, first_seen: _Int64s) -> _Int64s:
-    """Return, for each code, the number of different blocks that follow the block in requests."""
+    """Return, for each code, how many different blocks directly follow this block in the requests."""
     is_head = np.zeros(trace.block_refs + 1, np.bool_)
     is_head[trace.offsets[:-1]] = True
     parents = trace.refs[first_seen[~is_head[first_seen]] - 1]
@@ -211,7 +213,7 @@ def _previous_turns(
 ) -> tuple[_Int64s, npt.NDArray[np.bool_]]:
     """Return two arrays: `Turns.previous_turn` as if no session were named, and `Turns.is_unambiguous`.
 
-    `shared`: for each request, the number of leading blocks that earlier requests used.
+    `shared` is, for each request, the number of leading blocks that earlier requests used.
     """
     starts = trace.offsets[:-1]
     previous = np.full(trace.requests, _NONE, np.int64)
@@ -233,7 +235,7 @@ def _previous_turns(
 
 
 def _in_named_sessions(inferred: _Int64s, named: npt.NDArray[np.integer]) -> _Int64s:
-    """Return `Turns.previous_turn`.
+    """Return `Turns.previous_turn`, which prefers previous turns in the same named session.
 
     Args:
         inferred: for each request, the inferred previous turn, or `_NONE`.
@@ -275,10 +277,10 @@ def _spans(session_of: _Int64s, times_ms: _Int64s) -> _Int64s:
 
 
 def _reuses(trace: Trace) -> tuple[_Int64s, _Int64s]:
-    """Return two arrays with a number for each reference.
+    """Return two arrays about the previous use of each reference's block; `_NONE` if there was none.
 
-    The first array has the number of the request that used the block before; the second has the reuse
-    distance. Both have `_NONE` for the first use of a block.
+    The first array has the index of the request that used the block before. The second has the reuse
+    distance.
     """
     used_before = np.full(trace.block_refs, _NONE, np.int64)
     distance = np.full(trace.block_refs, _NONE, np.int64)

@@ -13,7 +13,7 @@ from kvoffload.traces.statistics import turns
 from kvoffload.traces.trace import SECONDS, Trace
 
 _MOST_REQUESTS_PER_S = 1000
-"""Highest plausible rate of a recording. Busy fleets have hundreds of requests per second."""
+"""Highest plausible rate of a recording, in requests per second. Busy fleets have hundreds."""
 _MOST_TOKENS_PER_S = 1000
 """Highest plausible median of the tokens of an answer, divided by the seconds to the next turn. Recordings
 have medians of 2 to 14. If ms is assumed for times in seconds, the medians are 2,000 to 14,000."""
@@ -28,8 +28,8 @@ def in_unit(trace: Trace, unit: str | None, name_or_path: str | Path) -> Trace:
     `unit` is the unit that the user states. If it is None, ms is assumed, and `TraceError` is raised if the
     times would then be implausible. If the file states the unit, the trace is returned unchanged.
 
-    Cost: a call of `turns` if the unit is assumed. Raises: `TraceError`; `ConfigError` if `unit` is not the
-    unit that the file states.
+    Cost: a call of `turns` if the unit is assumed. Raises: `TraceError`; `ConfigError` if the file states
+    another unit than the user.
     """
     if unit is not None and trace.time_unit not in ("", unit):
         raise ConfigError("time-unit", unit, f"the times of {name_or_path} are in {trace.time_unit}")
@@ -47,7 +47,7 @@ def in_unit(trace: Trace, unit: str | None, name_or_path: str | Path) -> Trace:
 
 
 def _implausible(trace: Trace) -> str:
-    """Return the reason why the times cannot be ms; empty if they can be."""
+    """Return the reason why the times cannot be in ms; empty if they can be in ms."""
     seconds = trace.duration_s
     if not 0 < seconds < _LONGEST_S:
         return ""
@@ -66,8 +66,9 @@ def _implausible(trace: Trace) -> str:
 def _speed_of_answers(trace: Trace) -> tuple[int, float]:
     """Return the number of next turns, and the median speed of the answers before these turns.
 
-    A next turn begins with all blocks of an earlier request and adds blocks. So it came after that request's
-    answer. The speed is the number of generated tokens divided by the time from the request to the next turn.
+    A next turn is a request that begins with all blocks of an earlier request and adds blocks. Therefore it
+    arrived after the answer to the earlier request. The speed of this answer is its number of tokens divided
+    by the time between the two requests.
     """
     previous = turns(replace(trace, sessions=None)).previous_turn
     lengths = np.diff(trace.offsets)

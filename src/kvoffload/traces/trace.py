@@ -18,13 +18,13 @@ from kvoffload.text import duration
 
 SECONDS, MILLISECONDS = "s", "ms"
 _MANY_REQUESTS = 100
-"""Fewest requests of a recording that `Trace.warnings` examines."""
+"""Least number of requests for which `Trace.warnings` examines a recording."""
 _SHORT_S = 60
-"""Duration in seconds. A shorter recording of many requests is suspicious if its time unit was assumed."""
+"""Duration in seconds. If the time unit was assumed, a shorter recording of many requests is suspicious."""
 
 
 def offsets_of(lengths: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
-    """Return the offsets of consecutive runs: the start of each run, then the end of the last."""
+    """Return the offsets of consecutive runs with these lengths: all starts, then the end of the last run."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
 
 
@@ -33,8 +33,8 @@ def codes_by_appearance(
 ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32], npt.NDArray[np.int64]]:
     """Number distinct ids in order of first appearance.
 
-    Returns three arrays: (1) the distinct ids in this order, (2) for each element of `ids` its number, (3)
-    for each distinct id the index of its first appearance in `ids`.
+    Returns three arrays: (1) the distinct ids in this order, (2) for each element of `ids`, the number of its
+    id, (3) for each distinct id, the index of its first appearance in `ids`.
     """
     distinct, first_seen, refs = np.unique(ids, return_index=True, return_inverse=True)
     order = np.argsort(first_seen)
@@ -45,7 +45,7 @@ def codes_by_appearance(
 
 @dataclass(frozen=True)
 class TraceHints:
-    """Hints of all requests, `NO_HINTS` for most.
+    """Hints of all requests. Most requests have `NO_HINTS`.
 
     Attributes:
         different: distinct hints, in order of first appearance.
@@ -77,8 +77,8 @@ class Trace:
         block_tokens: tokens in one block.
         block_ids: for each code, the block's id in the file; int64.
         refs: codes of the blocks of all requests, one request after the other; int32.
-        offsets: start of each request in `refs`, then the end of the last; int64. The blocks of request `i`
-            are ``refs[offsets[i]:offsets[i + 1]]``.
+        offsets: start of each request in `refs`, then the end of the last request; int64. The blocks of
+            request `i` are ``refs[offsets[i]:offsets[i + 1]]``.
         timestamps_ms: arrival time of each request; int64.
         output_tokens: number of generated tokens of each request; int64.
         skipped_lines: number of bad lines that were skipped.
@@ -87,12 +87,12 @@ class Trace:
         hints: hints of the requests; None if there are none.
         prompt_tokens: length of each prompt, including the tokens after its last whole block; int64. None if
             the source counts only whole blocks.
-        assumed: assumptions of the conversion that made the file; empty for none. Also a part of `name`.
-        sessions: number of each request's session, or -1 if the recording does not name it; int32. None if
-            the recording names no sessions.
-        served_tokens: mapping: place of the recorded server's cache (``gpu``, ``host``, ...) -> number of
-            prompt tokens of each request that were cached there; int64. None if the recording lacks these
-            numbers.
+        assumed: assumptions that the conversion to this file made; empty for none. They are also part of
+            `name`.
+        sessions: for each request, the number of its session, or -1 if the recording does not name it; int32.
+            None if the recording names no sessions.
+        served_tokens: for each cache of the recorded server (``gpu``, ``host``, ...), an array with the
+            number of prompt tokens that it served to each request; int64. None if the recording lacks them.
     """
 
     name: str
@@ -116,7 +116,7 @@ class Trace:
 
     @property
     def block_refs(self) -> int:
-        """Number of block references, over all requests."""
+        """Number of block references. Each block counts once for every request that has it."""
         return len(self.refs)
 
     @property
@@ -131,12 +131,12 @@ class Trace:
 
     @property
     def request_of(self) -> npt.NDArray[np.int64]:
-        """Index of the request to which each block reference belongs."""
+        """Index of the request of each block reference."""
         return np.repeat(np.arange(self.requests), np.diff(self.offsets))
 
     @property
     def depths(self) -> npt.NDArray[np.int64]:
-        """Depth of each block reference: the number of blocks before it in its request."""
+        """Depth of each block reference, that is, the number of blocks before it in its request."""
         return np.arange(self.block_refs) - np.repeat(self.offsets[:-1], np.diff(self.offsets))
 
     @property
@@ -179,7 +179,7 @@ class Trace:
         return warnings
 
     def check_blocks(self, name: str) -> None:
-        """Raise `ConfigError` unless a request has a block. `name`: the trace as the user gave it."""
+        """Raise `ConfigError` if no request has a block. The error calls the trace `name`."""
         if self.block_refs == 0:
             why = f"it must have a request of at least one block ({self.block_tokens} tokens)"
             raise ConfigError("trace", name, why)
@@ -187,10 +187,10 @@ class Trace:
     def places_of(
         self, requests: npt.NDArray[np.integer]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return two arrays, (1) offsets and (2) indices, that select the blocks of these requests in `refs`.
+        """Return the positions in `refs` of the blocks of these requests, as two arrays, offsets and indices.
 
-        The indices are positions in `refs`, one request after the other. The offsets mark the start of each
-        request among the indices, like `Trace.offsets`.
+        The indices are the positions, one request after the other. Like `Trace.offsets`, the offsets are the
+        start of each request in the indices, then the end of the last request.
         """
         lengths = np.diff(self.offsets)[requests]
         offsets = offsets_of(lengths)

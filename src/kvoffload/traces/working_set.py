@@ -14,9 +14,9 @@ class Period(NamedTuple):
 
     Attributes:
         start_s, end_s: seconds since the first arrival.
-        different_blocks: number of distinct blocks that were used. A cache of this capacity would hold all of
-            them.
-        new_blocks: number of blocks that no earlier period used.
+        different_blocks: number of distinct blocks that the period uses. A cache of this capacity could hold
+            all of them.
+        new_blocks: number of these blocks that no earlier period used.
         ceiling: share of the period's references whose block was used before, in this or an earlier period.
     """
 
@@ -30,7 +30,9 @@ class Period(NamedTuple):
 
 
 def working_set(trace: Trace, parts: int = 12) -> list[Period]:
-    """Compute the working set of periods of equal duration; one period if all requests arrive at once.
+    """Divide a trace into `parts` periods of equal duration, and compute the working set of each.
+
+    If all requests arrive at once, there is only one period.
 
     Cost: about 0.2 s per million block references.
     """

@@ -12,7 +12,7 @@ from kvoffload.errors import ConfigError
 
 
 class LogNormal(NamedTuple):
-    """A log-normal quantity. Two thirds of the draws are within a factor ``e**sigma`` of the median."""
+    """A log-normal distribution. Two thirds of its values are within a factor ``e**sigma`` of the median."""
 
     median: float
     sigma: float
@@ -26,32 +26,34 @@ _AT_LEAST_ONE = {"sessions", "turns", "shared_prompts", "sub_agent_turns", "bloc
 class Workload:
     """Behaviour of the users of an LLM server. Equal parameters give equal traces on every machine.
 
-    A *session* begins with a shared prompt, documents (if any) and a first message. Each further turn appends
-    the last answer and a new message. Sessions begin at uniformly random times within
-    ``sessions / sessions_per_minute`` minutes, and run to their end.
+    A *session* is a conversation. Its first request consists of a shared prompt, documents (if any) and a
+    first message. Each further request (turn) appends the last answer and a new message. Sessions begin at
+    uniformly random times within ``sessions / sessions_per_minute`` minutes, and run to their end.
 
     Attributes:
         name: name of the trace, for reports.
         sessions: number of conversations, without sub-agents.
-        sessions_per_minute: the load. If it is doubled, the same sessions begin in half the time.
+        sessions_per_minute: the load. With twice this number, the same sessions begin in half the time.
         turns: mean number of requests of a session, without sub-agents.
-        turns_shape: a number above 1. The larger it is, the more similar are the lengths of sessions. If it
-            is 2, a few sessions are very long. If it is 1000, a session ends after each turn with nearly
-            the same probability.
-        think_time_s: time from a request to the session's next request: answer, tools and user.
-        shared_prompts: number of system prompts; the i-th is chosen in proportion to 1/i.
+        turns_shape: shape of the distribution of turns, a number above 1. With 2, a few sessions are very
+            long. With 1000, the probability that a session ends is nearly the same after each turn. The
+            larger the number is, the less the lengths of sessions differ.
+        think_time_s: time from a request to the session's next request. It includes the time for the answer,
+            for tools and for the user.
+        shared_prompts: number of system prompts; the i-th is chosen with a probability proportional to 1/i.
         shared_prompt_tokens: length of a shared prompt.
         first_tokens: length of the first message.
         turn_tokens: length of a later message, including tool output.
         answer_tokens: length of an answer.
-        documents: number of documents; the i-th is chosen in proportion to 1/i.
+        documents: number of documents; the i-th is chosen with a probability proportional to 1/i.
         documents_per_session: number of documents between the shared prompt and the first message.
         document_tokens: length of a document.
         fork_share: share of turns that return to an earlier turn (edit, retry) and drop later turns.
-        sub_agent_share: share of turns that wait for a sub-agent: a session with its own shared prompt.
+        sub_agent_share: share of turns that wait for a sub-agent. A sub-agent is a separate session with its
+            own shared prompt.
         sub_agent_turns: mean number of requests of a sub-agent.
-        context_limit_tokens: longest context. A longer context is *compacted*: replaced by the shared prompt
-            and a summary.
+        context_limit_tokens: length of the longest context. A longer context is *compacted*, that is,
+            replaced by the shared prompt and a summary.
         summary_tokens: length of a summary.
         block_tokens: tokens in one block.
         seed: seed of the random numbers.

@@ -1,8 +1,8 @@
 """Copies of blocks between devices and pools in host memory.
 
-`copies` copies rows between host arrays, with the streaming stores of `streaming`. `engine` is the interface
-to all devices; `cuda` implements it for CUDA tensors. torch is imported only when a caller passes a tensor.
-Does not know keys, and does not choose blocks.
+`copies` copies rows between arrays in host memory; it uses the streaming stores of `streaming`. `engine`
+defines the interface for all devices, and `cuda` implements it for CUDA tensors. torch is imported only when
+a caller passes a tensor. The package does not know keys, and does not choose blocks.
 """
 
 from kvoffload.transfer.copies import Blocks, Rows, check_rows, copy_blocks

@@ -1,7 +1,7 @@
 """Copies of scattered blocks between two arrays in host memory, at the speed of one large memcpy.
 
 A block is a row of bytes. Consecutive rows are copied together. Large copies bypass the CPU's caches
-(`streaming`), because blocks in the pool are not read again soon. docs/performance.md has measurements.
+(`streaming`), because the copied blocks will not be read again soon. docs/performance.md has measurements.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Rows: TypeAlias = npt.NDArray[np.int64] | npt.NDArray[np.int32]
 """Row numbers, shape ``(n,)``."""
 
 STREAM_FROM_BYTES = 16 * 1024
-"""Smallest copy that bypasses the caches, in bytes. Data of smaller copies are probably read soon."""
+"""Size in bytes from which a copy bypasses the CPU's caches. Smaller copies are probably read again soon."""
 
 
 STREAM_PARTS_FROM_BYTES = 2 * 1024
-"""Smallest part of a block that bypasses the caches, in bytes. The limit is lower than `STREAM_FROM_BYTES`,
-because a call copies many parts.
+"""Size in bytes from which the copy of a part of a block bypasses the CPU's caches. The limit is lower than
+`STREAM_FROM_BYTES`, because a call copies many parts.
 """
 
 
@@ -36,13 +36,13 @@ def copy_blocks(src: Blocks, src_rows: Rows, dst: Blocks, dst_rows: Rows) -> Non
     Args:
         src: ``(any, block_bytes)``.
         dst: ``(any, block_bytes)``, writeable. It must not overlap the source rows.
-        src_rows, dst_rows: ``(n,)``. If a destination is repeated, the last block wins.
+        src_rows, dst_rows: ``(n,)``. If a row is the destination of several blocks, the last block stays.
 
-    Cost: 6 µs a call, then memory speed. Thread: any; several threads may copy into different rows at a time.
-    Releases the GIL. After the call every thread sees the bytes.
+    Cost: 6 µs a call, and the time of the memory copy. Thread: any; several threads may copy into different
+    rows at a time. Releases the GIL. After the call every thread sees the bytes.
 
     Raises:
-        IndexError: a row is out of range. Names the first such row; no byte has been copied.
+        IndexError: a row is out of range. The message names the first such row; no byte has been copied.
         ValueError: the shapes of the arrays do not match; no byte has been copied.
     """
     _check_blocks("src", src)
@@ -62,10 +62,10 @@ def copy_blocks(src: Blocks, src_rows: Rows, dst: Blocks, dst_rows: Rows) -> Non
 
 
 class PartTable(NamedTuple):
-    """The parts of a block in many arrays, for `copy_parts`.
+    """Table of many arrays that each hold a part of every block, for `copy_parts`.
 
     Part `p` of row `i` begins at ``addresses[p] + i * strides[p]`` and has ``widths[p]`` bytes. The caller
-    keeps the arrays alive.
+    must keep the arrays alive.
     """
 
     addresses: npt.NDArray[np.int64]
@@ -83,7 +83,7 @@ def copy_parts(
     Args:
         rows, slots: results of `check_rows`. Row ``rows[i]`` is copied to or from slot ``slots[i]``.
 
-    Cost: 6 µs a call, then memory speed. Thread: any, see `copy_blocks`.
+    Cost: 6 µs a call, and the time of the memory copy. Thread: any, as for `copy_blocks`.
     Raises: `ValueError` if the pool's width is not the sum of the parts' widths, or the pool is read-only.
     """
     _check_blocks("pool", pool)
@@ -113,10 +113,10 @@ def check_rows(name: str, rows: Rows, num_rows: int) -> npt.NDArray[np.int64]:
 
 
 def coalesce(src_rows: npt.NDArray[np.int64], dst_rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Split a copy into runs of rows that are consecutive on both sides.
+    """Split a copy into runs, so that the rows of a run are consecutive in the source and in the destination.
 
-    Returns ``starts``, shape ``(runs + 1,)``. Run `r` consists of the positions ``starts[r]`` to
-    ``starts[r + 1] - 1``. The last entry of ``starts`` is the number of rows.
+    Returns ``starts``, shape ``(runs + 1,)``. Run `r` consists of the rows at the positions ``starts[r]`` to
+    ``starts[r + 1] - 1`` of both arguments. The last element of ``starts`` is the number of rows.
     """
     breaks = (src_rows[1:] - src_rows[:-1] != 1) | (dst_rows[1:] - dst_rows[:-1] != 1)
     inner = np.flatnonzero(breaks) + 1
@@ -148,7 +148,7 @@ def _copy(
     block_bytes: int,
     streaming: bool,
 ) -> None:
-    """Copy checked rows between two addresses. A run that is contiguous on both sides is one copy."""
+    """Copy rows, which must have been checked. A run that is contiguous on both sides is a single memcpy."""
     packed = src_stride == block_bytes and dst_stride == block_bytes
     first = 0
     while first < len(src_rows):

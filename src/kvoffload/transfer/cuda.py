@@ -2,11 +2,11 @@
 
 Imported only for a CUDA tensor. A batch is copied in one of three ways:
 
-- *runs*: one `cudaMemcpyAsync` for each run of consecutive rows. A command took 16 µs on an H100; the bus
-  moves 0.9 MB in this time.
-- *kernels*: kernels of the device read or write scattered slots of the pinned pool over the bus. They are
-  faster for small blocks: 28 to 32 GB/s to the pool and 42 to 44 GB/s from it on an H100, whose bus copies 52
-  to 54 GB/s. They occupy some of the device's multiprocessors.
+- *runs*: one `cudaMemcpyAsync` for each run of consecutive rows. On an H100 a command took 16 µs, in which
+  the bus could move 0.9 MB, so this way suits long runs.
+- *kernels*: kernels on the device read or write scattered slots of the pinned pool over the bus. This is
+  faster for small blocks. An H100, whose bus copies 52 to 54 GB/s, wrote 28 to 32 GB/s to the pool and read
+  42 to 44 GB/s from it. The kernels occupy some of the device's multiprocessors.
 - *buffer*: for a pool that kernels cannot access. The device gathers the blocks into a buffer, one copy moves
   the buffer over the bus, and the host copies the blocks into their slots. A load works in reverse.
 
@@ -33,8 +33,8 @@ Tensor: TypeAlias = Any
 Stream: TypeAlias = Any
 
 RUN_BYTES = 512 * 1024
-"""Blocks are copied in runs if the average size of a run is at least this number of bytes (measured on an
-H100)."""
+"""Blocks are copied in runs if the runs have at least this size on average, in bytes. The value was measured
+on an H100."""
 
 RowsArray = npt.NDArray[np.int64]
 
@@ -42,10 +42,10 @@ RowsArray = npt.NDArray[np.int64]
 def runs_of(
     device_rows: RowsArray, slots: RowsArray, block_bytes: int, packed: bool = True
 ) -> RowsArray | None:
-    """Return the start of each run of a batch, as `coalesce`; None if the runs are too short.
+    """Return the start of each run of a batch, like `coalesce`; None if the runs are too short.
 
-    If the blocks have gaps on either side (`packed` is False), each run is a single block. Reason: torch
-    would copy a run with gaps through a temporary buffer. With `non_blocking` this is a race.
+    If the blocks have gaps on either side (`packed` is False), each run is a single block. Otherwise torch
+    would copy a run with gaps through a temporary buffer, and with `non_blocking` this is a race.
     """
     starts = coalesce(device_rows, slots) if packed else np.arange(len(slots) + 1)
     num_runs = len(starts) - 1
@@ -56,17 +56,17 @@ class CudaEngine:
     """Moves blocks between a CUDA tensor and pools in host memory, while the engine computes.
 
     A transfer starts after all work already submitted to the caller's current stream. A store therefore reads
-    the results of this work, and a load does not overwrite data that this work reads. No stream waits for a
-    transfer. Call `wait`, or check `done`, before launching work that reads the rows of a load or overwrites
-    the rows of a store.
+    the results of this work, and a load does not overwrite data that this work reads. But no stream waits for
+    a transfer. Therefore call `Transfer.wait`, or check `Transfer.done`, before you launch work that reads
+    the rows of a load or overwrites the rows of a store.
 
-    Call `wait` or `done` for every transfer, because a store to a pool that is not pinned ends with a copy on
-    the host. This copy runs in the first call of `wait`, or of `done` after the bytes have arrived.
+    Call `wait` or `done` for every transfer. If a pool is not pinned, a store to it ends with a copy on the
+    host. This copy runs in the first call of `wait`, or of `done` after the bytes have arrived.
 
-    A pool is pinned and populated (`cudaHostRegister`) from its first use until `close`. Close the engine
-    before you release the memory of a pool. If pinning fails, a warning is logged, and copies of this pool
-    are slower. Pinning fails if there is too little memory, or if the pool is read-only or another owner
-    has pinned a part of it.
+    A pool is pinned, and all its pages are allocated (`cudaHostRegister`), from its first use until `close`.
+    Close the engine before you release the memory of a pool. If pinning fails, a warning is logged, and
+    copies of this pool are slower. Pinning fails if there is too little memory, if the pool is read-only, or
+    if another owner has pinned a part of it.
 
     Args:
         device: CUDA tensor that `byte_rows` accepts. The engine keeps it alive.
@@ -124,7 +124,8 @@ class CudaEngine:
     def close(self) -> None:
         """Wait for the copies in flight and unpin the pools. Idempotent.
 
-        Raises: the device's error. After an error, pools are unpinned only if the device can be synchronized.
+        Raises: the error of the device, if a copy failed. The pools are then unpinned only if the device can
+            still be synchronized; otherwise the device might still write to the pools.
         """
         failed: Exception | None = None
         with on_device(self.blocks.device):
@@ -143,9 +144,9 @@ class CudaEngine:
     def _checked(
         self, device_rows: Rows, pool: Blocks, slots: Rows
     ) -> tuple[RowsArray, RowsArray, Tensor | None]:
-        """Check rows and slots; return rows, slots, and the pool as a pinned tensor (None if not pinned).
+        """Check rows and slots; return both, and the pool as a pinned tensor (None if not pinned).
 
-        The slots are a copy, because a transfer may use them after the call (`_CudaTransfer`).
+        The returned slots are a copy, because a transfer may use them after the call (`_CudaTransfer`).
         """
         if pool.shape[1] != self.block_bytes:
             raise ValueError(f"pool has blocks of {pool.shape[1]} bytes, the device of {self.block_bytes}")
@@ -204,7 +205,7 @@ def tensor_over(array: npt.NDArray[Any]) -> Tensor:
 def as_words(*tensors: Tensor) -> list[Tensor]:
     """View the rows of all tensors as 8-byte words if possible.
 
-    A thread of the device moves one item, so larger items are faster.
+    This makes kernels faster, because each of their threads moves one item.
     """
     aligned = 0
     for each in tensors:
@@ -222,7 +223,7 @@ def _indices(rows: RowsArray, device: Tensor) -> Tensor:
 
 
 class _CudaTransfer:
-    """A transfer on a stream. It is done when the submitted work is done and `finish`, if any, has run."""
+    """A transfer on a stream. It is done when the stream has done its work and `finish`, if any, has run."""
 
     def __init__(self, stream: Stream, finish: Callable[[], None] | None = None) -> None:
         self._passed = torch.cuda.Event(blocking=True)  # a waiting thread sleeps

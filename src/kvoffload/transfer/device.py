@@ -8,10 +8,11 @@ from kvoffload.transfer.engine import CopyEngine, DeviceArray, HostEngine, is_te
 
 
 def copy_engine_for(device: DeviceArray | CopyEngine) -> CopyEngine:
-    """Create the engine for a numpy array or a torch tensor; return an engine unchanged.
+    """Create the engine for a numpy array or a torch tensor. If `device` is an engine, return it.
 
     Call this once for each device and keep the engine, because an engine for CUDA creates streams.
-    Raises: `TypeError` for anything else; the `ValueError` of `as_blocks`.
+
+    Raises: `TypeError` if `device` is none of these; the `ValueError` of `as_blocks`.
     """
     if isinstance(device, CopyEngine):
         return device
@@ -23,16 +24,13 @@ def copy_engine_for(device: DeviceArray | CopyEngine) -> CopyEngine:
 
 
 def gpu_blocks(num_blocks: int, block_bytes: int) -> DeviceArray | None:
-    """Allocate blocks on the first CUDA device, for measurements.
-
-    Return None if there is no torch or no device.
-    """
+    """Allocate blocks on the first CUDA device, for measurements; None if torch or a device is missing."""
     torch = _torch_with_gpu()
     return None if torch is None else torch.zeros((num_blocks, block_bytes), dtype=torch.uint8, device="cuda")
 
 
 def gpu_name() -> str:
-    """Return the name of the first CUDA device; empty if there is no torch or no device."""
+    """Return the name of the first CUDA device; empty if torch or a device is missing."""
     torch = _torch_with_gpu()
     return "" if torch is None else str(torch.cuda.get_device_name(0))
 

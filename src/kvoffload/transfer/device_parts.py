@@ -1,6 +1,6 @@
-"""Copies of whole blocks between the slots of a pool and an engine's KV tensors on a device of torch.
+"""Copies of whole blocks between the slots of a pool and an engine's KV tensors on a torch device (a GPU).
 
-Imported only for tensors on a device.
+Imported only if the tensors are on a GPU.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ Tensor: TypeAlias = Any
 RowsArray: TypeAlias = npt.NDArray[np.int64]
 
 _BUFFER_BYTES = 4 * 1024 * 1024
-"""Size of a copy through a buffer, on the device and in pinned memory."""
+"""Size of the buffer, on the device and in pinned memory, through which slots are copied."""
 
 _SAME_SIZE = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 class DeviceParts:
-    """Parts on one device of torch.
+    """Implements `Parts` for tensors on one torch device.
 
     If the device can access the pool, kernels copy each part between the engine's blocks and the slots.
-    Otherwise whole slots cross the bus in one copy, and the device spreads their parts.
+    Otherwise whole slots cross the bus in one copy, and the device distributes their parts over the tensors.
 
-    Copies run on the stream that was current when the object was created, in order with the other work of
-    that stream.
+    Copies run on the stream that was current when the object was created. They are therefore ordered with the
+    other work on that stream.
     """
 
     chunk_bytes = 64 * 1024 * 1024
@@ -102,7 +102,7 @@ class DeviceParts:
         return [slice(begin, begin + step) for begin in range(0, count, step)]
 
     def _parts(self, slots: Any) -> Iterator[Any]:
-        """Yield the part of each view in slots on the device, ``(num_slots, part_bytes)`` uint8."""
+        """Yield, for each view, its part of the slots on the device, ``(num_slots, part_bytes)`` uint8."""
         begin = 0
         for view in self._views:
             end = begin + _part_bytes(view)
@@ -110,7 +110,7 @@ class DeviceParts:
             begin = end
 
     def _write_blocks(self, view: Tensor, block_indices: Any, arrived: Any) -> None:
-        """Copy contiguous bytes into blocks of a view."""
+        """Copy the contiguous bytes `arrived` into the blocks `block_indices` of a view."""
         items = arrived.view(view.dtype).view(len(arrived), *view.shape[1:])
         view.index_copy_(0, block_indices, items)
 
@@ -119,9 +119,10 @@ class DeviceParts:
 
     @contextmanager
     def _copying(self) -> Iterator[None]:
-        """Submit work to the stream, and wait for it.
+        """Return a context that submits work to the stream, and at its end waits for the work.
 
-        Inference mode is needed to write to inference tensors. The mode is per thread.
+        The context also turns on inference mode in this thread, without which torch does not write to
+        inference tensors.
         """
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             try:

@@ -12,8 +12,9 @@ from kvoffload.transfer.copies import Blocks
 class DevicePins:
     """Pins the pools of one owner, for each CUDA device that copies to or from them.
 
-    A pool is pinned on the first copy of a device. This allocates all pages of the pool, and takes 0.7 s per
-    GiB if they were not allocated. Thread: any; other copies of this owner wait while a pool is pinned.
+    A pool is pinned for a device when the device first copies to or from it. Pinning allocates all pages of
+    the pool; this takes 0.7 s per GiB if they were not yet allocated. Thread: any; while a pool is pinned,
+    the owner's other copies wait.
     """
 
     def __init__(self) -> None:

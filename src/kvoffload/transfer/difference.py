@@ -1,4 +1,4 @@
-"""The numerical difference of two blocks, and the limit up to which it may be rounding. Used by audits."""
+"""The numerical difference of two blocks, and the limit up to which it may be due to rounding. For audits."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ LIMITS = {"float32": 0.005, "float16": 0.1, "bfloat16": 0.25, "float8_e4m3fn": 0
 times the largest difference measured in random models of 4 to 80 layers, compared with float32. For
 comparison: unrelated blocks differ by 1.4 to 1.8 (docs/canary.md)."""
 _TF32_LIMIT = 0.1
-"""Limit for float32 on a GPU, where kernels may multiply with the precision of float16."""
+"""Limit for float32 on a GPU, where kernels may multiply with a mantissa as short as that of float16."""
 
 RUN_VALUES = 64
-"""Number of values in a run: about one head of one token, in every layout."""
+"""Number of consecutive values that are compared as one run. In every layout, a run is about one head of one
+token."""
 _LEAST_SHARE = 0.01
-"""Lower limit of the divisor in `difference`, as a share of the block's root mean square."""
+"""Least divisor in `difference`, as a share of the root mean square of the block's values."""
 
 
 def difference(computed: Blocks, stored: Blocks, value_type: str) -> float:
-    """Return the largest relative difference between runs of `RUN_VALUES` values in two blocks.
+    """Compare two blocks in runs of `RUN_VALUES` values; return the largest relative difference of a run.
 
-    The difference of a run is the root mean square of its differences, divided by the root mean square of its
-    computed values. It is 0 for equal values, and about 1.4 for unrelated values. Returns infinity if the
-    blocks differ in a value that is not finite.
+    The relative difference of a run is the root mean square of the differences of its values, divided by the
+    root mean square of its computed values. It is 0 for equal values, and about 1.4 for unrelated values.
+    Returns infinity if the blocks differ in a value that is not finite.
 
-    Runs are short because heads and tokens differ in size by orders of magnitude. A difference relative to a
-    whole layer would hide wrong values in a head of small values.
+    Runs are short because the values of heads and tokens differ by orders of magnitude. If the difference
+    were relative to a whole layer, wrong values in a head of small values would be hidden.
     """
     kind = getattr(torch, value_type)
     computed_values, stored_values = (

@@ -1,6 +1,7 @@
-"""The interface of copy engines: store rows of a device into slots of a pool, and load them back.
+"""The interface of copy engines, which store rows of a device into slots of a pool and load them back.
 
-A device is an array whose first dimension is blocks. Does not know the meaning of the bytes.
+A device is an array of blocks; each index of its first dimension (a row) is one block. Does not know the
+meaning of the bytes.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ class CopyEngine(Protocol):
     """Moves blocks between one device and pools in host memory.
 
     During a transfer, the caller must not write to the source, and must not access the destination.
-    Concurrent transfers are unordered: load a slot only after its store is done.
+    Transfers are not ordered. Therefore load a slot only after the store to this slot is done.
 
-    Thread: any, one at a time. Rows and slots are checked before any byte moves: `IndexError` names the first
-    row out of range, `ValueError` names shapes that do not match.
+    Thread: any, one at a time. Raises, before any byte is copied: `IndexError`, which names the first row out
+    of range; `ValueError`, which names shapes that do not match.
 
     Attributes:
         num_blocks: number of rows of the device.
@@ -59,15 +60,15 @@ class CopyEngine(Protocol):
         ...
 
     def close(self) -> None:
-        """Release the pools. All transfers must be done."""
+        """Release the pools. All transfers must be done before."""
         ...
 
 
 class HostEngine:
-    """The engine of a device in host memory. Each copy is done when the call returns.
+    """The copy engine of a device in host memory. Each copy is done when the call returns.
 
     Args:
-        device: argument of `as_blocks`. Its memory is used in place.
+        device: an array or tensor that `as_blocks` accepts. Its memory is used in place.
 
     Thread: any; two threads may copy different rows at a time.
     """
@@ -108,7 +109,7 @@ def as_blocks(device: DeviceArray, block_bytes: int | None = None) -> Blocks:
     Args:
         device: numpy array or torch CPU tensor of any dtype (also bfloat16), shape ``(num_blocks, ...)``.
             The bytes of a block are contiguous; blocks may have gaps between them. If keys and values of a
-            block are in different places, pass two devices.
+            block are in different places, treat them as two devices.
         block_bytes: the expected size of a block.
 
     Raises: `TypeError` for other objects or devices; `ValueError` if a block is not contiguous, or its size
@@ -157,9 +158,9 @@ def _not_blocks(device: DeviceArray) -> ValueError:
 
 
 def cpu_capability() -> str:
-    """Return torch's name for this CPU's capability, such as ``AVX512``; empty if torch is not installed.
+    """Return the instruction set that torch uses, such as ``AVX512``; empty if torch is not installed.
 
-    The KV layout of engines depends on this capability.
+    The layout in which an engine stores KV blocks on this CPU depends on it.
     """
     torch = sys.modules.get("torch")
     return "" if torch is None else str(torch.backends.cpu.get_cpu_capability())

@@ -1,8 +1,8 @@
 """Copies of whole blocks between the slots of a pool and an engine's KV tensors.
 
-A block is spread over many tensors, at least one for each layer. Each tensor is given as a *view*, whose
-first dimension is blocks. In a slot, the parts of a block are consecutive, in the order of the views. Does
-not know layers, tokens or keys.
+The parts of a block are in many tensors, at least one for each layer. Each tensor is given as a *view*, whose
+first dimension is the blocks. In a slot, the parts of a block are consecutive, in the order of the views.
+Does not know layers, tokens or keys.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ View: TypeAlias = Any
 
 
 class Parts(Protocol):
-    """Copies blocks of an engine. Thread: any; concurrent calls must copy different blocks.
+    """Copies an engine's blocks to and from a pool. Thread: any; concurrent calls must copy different blocks.
 
     Attributes:
-        chunk_bytes: bytes to copy in one call. Small for host memory, so that blocks stay in the CPU's cache
-            between checksum and copy; large for a device, to launch few kernels.
+        chunk_bytes: number of bytes that a caller should copy in one call. For host memory it is small, so
+            that blocks stay in the CPU's cache between checksum and copy. For a device it is large, so that
+            few kernels are launched.
     """
 
     chunk_bytes: int
@@ -46,7 +47,7 @@ def parts_of(views: Sequence[View], pins: DevicePins) -> Parts:
     All views are in host memory, or all are on one device. Cost: 5 µs a view in host memory.
 
     Args:
-        pins: pins the pools for a CUDA device.
+        pins: the object that pins the pools for a CUDA device.
     """
     compile_all()
     if is_tensor(views[0]) and views[0].device.type != "cpu":
@@ -57,10 +58,10 @@ def parts_of(views: Sequence[View], pins: DevicePins) -> Parts:
 
 
 class HostParts:
-    """Parts in host memory, copied in place.
+    """Implements `Parts` for tensors in host memory, without a buffer.
 
-    If the blocks of a view have gaps, the view is divided into contiguous parts. An example is the view
-    ``(blocks, heads, tokens, dim)`` of a contiguous cache.
+    If the bytes of a view's blocks are not contiguous, the view is divided into several views, whose blocks
+    are contiguous. An example is the view ``(blocks, heads, tokens, dim)`` of a contiguous cache.
     """
 
     chunk_bytes = 4 * 1024 * 1024
@@ -85,7 +86,7 @@ class HostParts:
 
 
 def _contiguous(view: View) -> PartTable:
-    """Divide the blocks of a view into contiguous parts."""
+    """Divide a view into views whose blocks are contiguous."""
     if is_tensor(view):
         address, size = view.data_ptr(), view.element_size()
         strides = [size * stride for stride in view.stride()]

@@ -1,10 +1,10 @@
 """Pinned host memory for copies to and from a CUDA device.
 
-Owns the pinned pools, and sets the device and clears errors around calls of the CUDA runtime. Does not know
+Owns the pinned pools. Around calls of the CUDA runtime, sets the device and clears errors. Does not know
 blocks or slots.
 
-A copy command across the end of a pinned range is a CUDA error. A pool is therefore pinned as a whole or not
-at all. A pool that partly overlaps a pinned range counts as not pinned.
+If a copy command crosses the end of a pinned range, CUDA reports an error. Therefore a pool is pinned as a
+whole or not at all. If another owner has pinned a part of a pool, the pool counts as not pinned.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Tensor: TypeAlias = Any
 logger = logging.getLogger(__name__)
 
 PIN_AT_ONCE_BYTES = 64 * 2**30
-"""Limit of memory that is pinned in one call. Drivers refuse more."""
+"""Largest size of memory that is pinned in one call, because drivers refuse more."""
 
 _PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegister: pinned and mapped for all devices of the process.
 _NOT_REGISTERED = 713
@@ -37,7 +37,7 @@ ABANDONED: list[Blocks] = []
 Their memory is never reused.
 """
 _borders: set[int] = set()
-"""Addresses at which pieces of pinned pools begin, of all owners."""
+"""Addresses at which pieces of pinned pools begin, for all owners in this process."""
 
 
 def on_device(device: Any) -> Any:
@@ -49,7 +49,7 @@ def on_device(device: Any) -> Any:
 
 
 def synchronized(device: Any) -> bool:
-    """Wait for all work on this device; return False if that fails."""
+    """Wait for all work on this device; return False if the wait fails."""
     try:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -64,7 +64,7 @@ def synchronized(device: Any) -> bool:
 def host_buffer(shape: tuple[int, ...], dtype: Any) -> Tensor:
     """Allocate a tensor in pinned memory. torch reuses the memory only after its copies are done.
 
-    If no pinned memory is available, uses pageable memory. Its copies block the host.
+    If no pinned memory is available, allocates pageable memory. Copies to and from it block the host.
     """
     try:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
@@ -74,7 +74,7 @@ def host_buffer(shape: tuple[int, ...], dtype: Any) -> Tensor:
 
 
 class _Pinned(NamedTuple):
-    """A pinned pool, and the addresses at which its pieces begin."""
+    """A pinned pool, and the addresses at which its separately pinned pieces begin."""
 
     pool: Blocks
     pieces: list[int]
@@ -110,7 +110,7 @@ class PinnedPools:
         self._refused: set[tuple[int, int]] = set()
 
     def tensor(self, pool: Blocks) -> Tensor | None:
-        """Return the pool as a tensor for copy commands, or None if they cannot access the pool.
+        """Return the pool as a tensor in host memory; None if asynchronous copy commands cannot use it.
 
         They cannot if the pool is not pinned, or is pinned in several pieces.
         """
@@ -143,7 +143,7 @@ class PinnedPools:
         return None
 
     def _ensure_pinned(self, pool: Blocks) -> bool:
-        """Pin the pool if needed; return False if that fails."""
+        """Pin the pool if it is not pinned; return False if pinning fails, or failed before."""
         start, end = extent = _extent(pool)
         if not len(pool) or any(first <= start and end <= last for first, last in self._pinned):
             return True
@@ -171,9 +171,9 @@ class PinnedPools:
         return False
 
     def _pin(self, pool: Blocks) -> int:
-        """Pin a pool in pieces that drivers accept; return CUDA's error code, or 0.
+        """Pin a pool in pieces of a size that drivers accept; return CUDA's error code, or 0.
 
-        After an error or an interrupt, no piece is pinned.
+        After an error or an interrupt, no piece stays pinned.
         """
         start, end = extent = _extent(pool)
         pinned, is_complete = _Pinned(pool, []), False
@@ -230,7 +230,7 @@ def _extent(pool: Blocks) -> tuple[int, int]:
 
 
 def _share_a_page(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    """Return True if two ranges have a page in common. Memory is pinned in whole pages."""
+    """Return True if two address ranges share a page. Memory is pinned in whole pages."""
     page = mmap.PAGESIZE
     return one[0] // page < -(-other[1] // page) and other[0] // page < -(-one[1] // page)
 
@@ -265,7 +265,7 @@ def _register(address: int, num_bytes: int) -> int:
 
 
 def clear_error() -> None:
-    """Clear the runtime's pending error. Otherwise the check after the next kernel launch would raise it."""
+    """Clear the CUDA runtime's pending error. Otherwise torch would raise it after its next kernel launch."""
     cudart = torch.cuda.cudart()
     if hasattr(cudart, "cudaGetLastError"):
         cudart.cudaGetLastError()

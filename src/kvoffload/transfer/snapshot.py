@@ -1,6 +1,7 @@
-"""Copies of a tensor's blocks to host memory, for audits. Slower than the copies that `cuda` makes.
+"""Copies of a tensor's blocks to host memory, for audits.
 
-Independent of `cuda`, so that audits can check the copies of `cuda`. `submitted_work` waits for the device.
+They are slower than the copies that `cuda` makes, but independent of them, so that audits can check the
+copies of `cuda`.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ torch: Any = untyped_torch
 
 
 def submitted_work(device: Any) -> Callable[[], None]:
-    """Return a function that waits for the work submitted so far.
+    """Return a function that waits for the work submitted to the device so far.
 
-    On CUDA it waits for the stream that is current when `submitted_work` is called. On other devices it waits
-    for the whole device. The function may run in any thread. It raises `OSError` if the wait fails.
+    On CUDA the function waits for the stream that is current when `submitted_work` is called. On other
+    devices it waits for the whole device. The function may be called in any thread. It raises `OSError` if
+    the wait fails.
     """
     if device.type == "cpu":
         return lambda: None
@@ -60,7 +62,8 @@ class Snapshots:
     def read(self, blocks: npt.NDArray[np.int64]) -> Blocks:
         """Return a copy of these blocks: ``(len(blocks), block_bytes)`` uint8. Waits for the copy.
 
-        First call the function that `submitted_work` returns: on CUDA the copy waits for no earlier work.
+        Before, call the function that `submitted_work` returns, because on CUDA the copy does not wait for
+        work that was submitted earlier.
         """
         wanted = torch.from_numpy(blocks)
         if self._device.type != "cuda":

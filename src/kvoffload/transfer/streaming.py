@@ -1,9 +1,9 @@
-"""Memory copies that bypass the caches, as building blocks for kernels.
+"""Memory copies that bypass the CPU's caches (streaming stores), as building blocks for kernels.
 
-An ordinary store first reads the cache line that it overwrites, which makes three bus transfers instead of
-two. It also evicts data of other threads. LLVM compiles a vector store marked `!nontemporal` to a streaming
-store (`vmovntps` on x86, `stnp` on ARM). If the CPU has no such instruction, LLVM compiles an ordinary store.
-Addresses are plain integers and are not checked.
+An ordinary store first reads the cache line that it overwrites, so a copy needs three transfers over the
+memory bus instead of two. It also evicts data of other threads from the caches. LLVM compiles a vector store
+marked `!nontemporal` to a streaming store (`vmovntps` on x86, `stnp` on ARM), or to an ordinary store if the
+CPU has no such instruction. Addresses are plain integers and are not checked.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _QUARTERS_FROM_LINES = 192
 
 @_intrinsic
 def _stream_line(typing_context: Any, dst: int, src: int) -> Any:
-    """Copy one cache line, bypassing the caches. `dst` must be aligned to 64 bytes."""
+    """Copy one cache line without writing it to the caches. `dst` must be aligned to 64 bytes."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         line = ir.VectorType(ir.IntType(64), 8).as_pointer()
@@ -54,7 +54,7 @@ def memcpy(typing_context: Any, dst: int, src: int, num_bytes: int) -> Any:
 
 @_intrinsic
 def fence(typing_context: Any) -> Any:
-    """Make streaming stores visible to other threads; x86 does not order them with ordinary stores."""
+    """Make streaming stores visible to other threads. x86 does not order them with ordinary stores."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         # One instruction on every architecture (`lock or`, `mfence`, `dmb`), which drains the buffers of
@@ -67,7 +67,7 @@ def fence(typing_context: Any) -> Any:
 
 @inline
 def stream(dst: int, src: int, num_bytes: int) -> None:
-    """Copy bytes, bypassing the caches except for partial lines at both ends."""
+    """Copy bytes with streaming stores. Only incomplete cache lines at both ends go through the caches."""
     head = min(-dst % _LINE, num_bytes)
     memcpy(dst, src, head)
     dst, src, num_bytes = dst + head, src + head, num_bytes - head

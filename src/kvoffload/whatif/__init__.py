@@ -1,4 +1,4 @@
-"""Shadow managers. They run beside a serving manager, and estimate the hit ratio of other settings."""
+"""Shadow managers, which run beside a serving manager and estimate the hit ratio of other settings."""
 
 from kvoffload.whatif.estimate import Estimate as Estimate
 from kvoffload.whatif.setting import WhatIf as WhatIf

@@ -47,7 +47,7 @@ class Background:
         self._tasks.put(task)
 
     def check(self) -> None:
-        """Raise the exception of the last task, if it has failed. Each exception is raised once.
+        """If the last task has failed, raise its exception. Each exception is raised only once.
 
         A `SystemExit` is raised as a `RuntimeError`.
         """
@@ -59,7 +59,7 @@ class Background:
         self._idle.wait()
 
     def close(self) -> None:
-        """End the thread after its current task; waits up to 2 seconds. No task may be started later."""
+        """End the thread after its current task, and wait up to 2 s for it. Do not call `run` afterwards."""
         if self._thread is not None:
             _close(self._tasks, self._thread)
 

@@ -2,22 +2,22 @@
 
 The hit ratio is 1 minus the miss ratio. The miss ratio is the number of sampled misses times the sampling
 factor, divided by the number of *all* looked-up blocks. Hits are not counted, because their number depends
-strongly on chance: a sample may or may not contain a block of the system prompt. Misses of such blocks are
-rare (SHARDS-adj, Waldspurger et al., FAST'15).
+strongly on chance: a block of the system prompt, which every request hits, may be in the sample or not.
+Misses of such blocks are rare (SHARDS-adj, Waldspurger et al., FAST'15).
 
-An error is half the width of a 95 % interval, and has three independent parts:
+The error of an estimate is half the width of a 95 % interval. It has three independent parts:
 
 - *misses*: another sample would have other misses. This part is estimated from the spread of the misses over
   groups of keys (random groups: Wolter, Introduction to Variance Estimation, 2007, chapter 2).
-- *capacity*: a cache holds a varying number of sampled blocks, but a shadow has a fixed number of slots. A
-  shadow with `n` slots behaves like a cache whose capacity has a relative error of
-  ``sqrt((1 - 1 / one_in) / n)``. The effect on the hit ratio `h` follows from an assumed curve,
-  ``h = 1 - exp(-capacity)``. The derivative of `h` by the logarithm of the capacity is
-  ``-(1 - h) log(1 - h)``.
-- *bias*: a small cache does not behave exactly like a large one, and a policy learns less from a sample. The
-  assumed error is `BIAS` times the miss ratio.
+- *capacity*: of the blocks in a real cache, a varying number belongs to the sample, but a shadow has a fixed
+  number of slots. Therefore a shadow with `n` slots behaves like a cache whose capacity has a relative error
+  of ``sqrt((1 - 1 / one_in) / n)``. To compute the effect on the hit ratio `h`, the curve
+  ``h = 1 - exp(-capacity)`` is assumed. On this curve, the derivative of `h` by the logarithm of the capacity
+  is ``-(1 - h) log(1 - h)``.
+- *bias*: a small cache does not behave exactly like a large cache, and a policy learns less from a sample
+  than from all blocks. The assumed error is `BIAS` times the miss ratio.
 
-Knows counts; no managers, policies or requests.
+Knows only counts; no managers, policies or requests.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ import numpy.typing as npt
 GROUPS = 64
 BIAS = 0.0075
 _WIDTH = 1.96
-"""Half the width of a 95 % interval, in standard errors."""
+"""Half the width of a 95 % interval, as a multiple of the standard error."""
 
 MissArray = npt.NDArray[np.int64]
 """Number of sampled misses in each group of keys, shape ``(GROUPS,)``."""
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """The hit ratio that a setting would have, as a share of the looked-up blocks.
+    """Estimated hit ratio of a setting: the share of the looked-up blocks that would be hits.
 
     Attributes:
         setting: label of the setting.
         hit_ratio: from 0 to 1.
         error: half the width of the 95 % interval of `hit_ratio`.
-        gain: `hit_ratio` minus the estimate for the current setting, on the same sample.
+        gain: `hit_ratio` minus the current setting's hit ratio, which is estimated from the same sample.
         gain_error: half the width of the 95 % interval of `gain`.
         is_better: True if `gain` exceeds `gain_error`.
     """
@@ -62,13 +62,13 @@ class Estimate(msgspec.Struct, frozen=True):
 
 
 def with_error(share: float, error: float, sign: str = "") -> str:
-    """Format a share with half the width of its interval: ``16.6 ±2.2 %``."""
+    """Format a share and its error in percent, such as ``16.6 ±2.2 %``."""
     return f"{100 * share:{sign}.1f} ±{100 * error:.1f} %"
 
 
 @dataclass(frozen=True)
 class Counted:
-    """The results of one shadow.
+    """Counts of one shadow.
 
     Attributes:
         setting: label of the setting.
@@ -82,10 +82,10 @@ class Counted:
 
 
 def estimates(counted: list[Counted], num_looked_up: int, one_in: int) -> list[Estimate]:
-    """Estimate the hit ratio of each shadow; the first shadow has the current setting.
+    """Estimate the hit ratio of each shadow's setting.
 
     Args:
-        counted: results of the shadows of one sample.
+        counted: the counts of shadows with a common sample. The first shadow has the current setting.
         num_looked_up: number of looked-up blocks of all requests, sampled or not.
         one_in: one block in this many is sampled.
     """
@@ -114,12 +114,12 @@ def _ratio(shadow: Counted, per_block: float) -> float:
 
 
 def _spread(missed: MissArray, one_in: int, per_block: float) -> float:
-    """Return the variance of a hit ratio that is due to the choice of the sampled blocks.
+    """Return the part of a hit ratio's variance that is due to the choice of the sampled blocks.
 
     Args:
-        missed: number of misses in each group of keys. If it is the difference of two shadows' numbers, the
-            result is the variance of the gain.
-        per_block: contribution of one sampled miss to the miss ratio.
+        missed: number of misses in each group of keys. For the variance of a gain, pass the difference of two
+            shadows' numbers.
+        per_block: amount by which one sampled miss increases the miss ratio.
     """
     groups = len(missed)
     deviations = missed - missed.mean()
@@ -141,9 +141,9 @@ def _difference_of_capacity(
 ) -> float:
     """Return the part of a gain's variance that is due to errors of the two capacities (`_off`).
 
-    The errors of the two shadows are correlated, because the shadows hold many of the same blocks.
-    Assumptions: the larger shadow holds all blocks of the smaller shadow; shadows of equal size have half of
-    their blocks in common.
+    The errors of the two shadows are correlated, because both shadows hold many of the same blocks. This
+    function assumes that the larger shadow holds all blocks of the smaller shadow, and that shadows of equal
+    size have half of their blocks in common.
     """
     one, other = _slope(ratio) * _off(shadow, one_in), _slope(current_ratio) * _off(current, one_in)
     smaller, larger = sorted((shadow.num_slots, current.num_slots))

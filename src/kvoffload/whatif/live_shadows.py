@@ -1,6 +1,6 @@
-"""Shadows in a running engine: their thread, periods, reports and advice, and their failures.
+"""Shadows in a running engine: their thread, their periods of counting, their reports, advice and failures.
 
-The scheduler's thread records the sampled blocks of each request; another thread serves them in the shadows,
+The scheduler's thread records the sampled blocks of each request. Another thread replays them in the shadows,
 mostly without the GIL. An error in a shadow is logged once and never reaches the engine.
 """
 
@@ -17,8 +17,8 @@ from kvoffload.whatif.sample import Sample
 from kvoffload.whatif.shadows import Shadows
 
 PERIOD_S = 3600.0
-"""Length of a period in seconds. Estimates cover the current and the previous period. Advice is given at most
-once a period.
+"""Length of a period in seconds. Estimates cover the current and the previous period. Advice is logged at
+most once a period.
 """
 REPORT_S = 10.0
 TOKENS_PER_SAMPLED_BLOCK = 3072
@@ -26,21 +26,24 @@ LEAST_ONE_IN = 8
 
 
 def usual_one_in(tokens_per_block: int) -> int:
-    """Return the default `one_in` of an engine: the number of blocks in 3,072 tokens, at least 8."""
+    """Return an engine's default for `one_in` (one block in `one_in` is sampled).
+
+    It is the number of blocks that hold 3,072 tokens, but at least 8.
+    """
     return max(LEAST_ONE_IN, TOKENS_PER_SAMPLED_BLOCK // max(1, tokens_per_block))
 
 
 class LiveShadows:
-    """Shadows beside a serving manager.
+    """Runs shadows beside the serving manager of an engine.
 
     Args:
         shadows: the shadows. This object replaces their `on_failure`.
-        now_s: monotonic time.
-        log: receives advice and failures.
-        background: runs the shadows; by default a thread of this object.
+        now_s: returns monotonic seconds.
+        log: logger that receives advice and failures.
+        background: thread that runs the shadows; by default this object creates one.
 
-    Thread: the scheduler's. Cost: independent of the number of shadows. Only the cost of `finished` depends
-    on the number of blocks of a request. `due` takes 0.3 ms every ten seconds.
+    Thread: the scheduler's. Cost: independent of the number of shadows. `finished` takes longer for longer
+    requests. `due` takes 0.3 ms every ten seconds.
     """
 
     def __init__(
@@ -62,14 +65,14 @@ class LiveShadows:
         return self._shadows
 
     def fail(self, label: str, error: Exception) -> None:
-        """Log an error in the shadow of a setting. `Shadows` calls this after it has removed the shadow.
+        """Log an error in the shadow whose setting has this label. `Shadows` has already removed the shadow.
 
-        `label`: label of the setting. Thread: any.
+        Thread: any.
         """
         self._log.error("kvoffload: what_if %s has failed and is left out: %r", label, error)
 
     def finished(self, ctx: RequestContext, num_skipped: int = -1, asked_end: int = -1) -> None:
-        """Record a finished request, see `Shadows.finished`."""
+        """Record a finished request for the shadows (see `Shadows.finished`)."""
         if self._shadows is not None:
             try:  # not `_contained`, because the context manager takes as long as the report
                 self._shadows.finished(ctx, num_skipped, asked_end)
@@ -79,16 +82,17 @@ class LiveShadows:
     def restart(self, make: Callable[[], Shadows], now_s: float) -> None:
         """Replace the shadows, for instance after a change of the serving manager's policy.
 
-        The thread creates the new shadows with `make`. All counts restart, and a new period begins. Shadows
-        that were removed after an internal error are not replaced.
+        The thread creates the new shadows with `make`. All counts start at 0, and a new period begins. If an
+        internal error has removed all shadows, they are not replaced.
         """
         self._make, self._is_quiet = make, False
         self._period_from_s, self._reported_s = now_s, now_s
 
     def work(self) -> None:
-        """Start the thread's next task, if a task is due and the last task has ended. Call this once a step.
+        """Start the thread's next task, if a task is due and the last task has ended.
 
-        Recorded requests wait until there are enough of them, or until the next report.
+        Call this once in each step of the engine. Recorded requests are served when there are enough of them,
+        or when the next report is due.
         """
         shadows = self._shadows
         if shadows is None or (self._is_quiet and not shadows.is_due) or self._background.is_busy:
@@ -125,9 +129,9 @@ class LiveShadows:
         self._made.append(shadows)
 
     def reset(self) -> None:
-        """Forget all blocks, because the serving manager has forgotten its blocks.
+        """Forget all blocks. Call this when the serving manager has forgotten its blocks.
 
-        The thread clears the shadows.
+        The thread clears the shadows later.
         """
         if self._shadows is not None:
             with self._contained():
@@ -149,12 +153,12 @@ class LiveShadows:
         self._background.close()
 
     def due(self, now_s: float) -> list[Estimate]:
-        """Return new estimates: at most every ten seconds, and only while the thread is idle.
+        """Return new estimates, at most every ten seconds and only while the thread is idle.
 
-        Returns an empty list at other times, and before the first lookup. Estimates include the requests that
-        the thread has served so far.
+        At other times, and before the first lookup, returns an empty list. The estimates include the requests
+        that the thread has served so far.
 
-        At the end of a period advice is logged if the gain of a setting exceeds its error.
+        At the end of a period, also logs advice if the gain of a setting exceeds the error of this gain.
         """
         if self._shadows is None or now_s - self._reported_s < REPORT_S or self._background.is_busy:
             return []
@@ -193,7 +197,7 @@ def _serve(shadows: Shadows, sample: Sample, is_reset: bool) -> None:
 
 
 def advice(estimates: Sequence[Estimate]) -> str:
-    """Describe the setting whose gain exceeds its error the most. Empty if no gain exceeds its error."""
+    """Describe the setting whose gain exceeds the error of this gain the most; empty if no gain does."""
     better = [estimate for estimate in estimates if estimate.is_better]
     if not better:
         return ""

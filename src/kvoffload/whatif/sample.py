@@ -1,12 +1,12 @@
 """The sample of a shadow: one block in `one_in`, chosen by the hash of its key.
 
-A key identifies its block and the whole prefix before the block. So if two requests share a prefix, the same
-blocks of the prefix are sampled in both. The sampled blocks of a request form a path that is shorter by the
-factor `one_in`, and the shadow's cache is smaller by the same factor. A sample of whole requests or sessions
-would need to be much larger: by chance it would contain all blocks of a shared system prompt, or none.
+A key identifies its block and the whole prefix before the block. Therefore, if two requests share a prefix,
+the same blocks of the prefix are sampled in both. The sampled blocks of a request form a path that is shorter
+by the factor `one_in`, and the shadow's cache is smaller by the same factor. A sample of whole requests or
+sessions would need to be much larger, because it would contain all blocks of a shared system prompt, or none.
 
-A sample holds 64-bit hashes of keys. The keys of a shadow have 8 bytes and the same hashes as the original
-keys, so that policies and indexes make the same decisions.
+A sample holds 64-bit hashes of keys. The keys in a shadow have 8 bytes, and the same hashes as the original
+keys. Therefore policies and indexes make the same decisions as with the original keys.
 
 Source: SHARDS, Waldspurger et al., FAST'15.
 """
@@ -24,7 +24,7 @@ from kvoffload.structures.keys import Keys
 from kvoffload.structures.structs import Struct
 
 KEY_BYTES = 8
-"""Length of the shadows' keys."""
+"""Length of the keys in shadows, in bytes."""
 MOST_REQUESTS, ROOM, MOST_ROOM = 4096, 16384, 65536
 """`MOST_REQUESTS`: limit of the requests in a sample. `ROOM`: initial capacity of a sample, in blocks.
 `MOST_ROOM`: limit of the capacity, except for a sample of one request."""
@@ -36,8 +36,8 @@ class Recorded(Struct):
     Attributes:
         hashes: hashes of the sampled keys, one request after the other; the keys of a request are in prefix
             order.
-        requests: a row for each request with sampled blocks, see `whole_requests.live_all`.
-        num_keys, num_requests: number of rows of `hashes` and of `requests` in use.
+        requests: a row for each request with sampled blocks; `whole_requests.live_all` documents the columns.
+        num_keys, num_requests: number of elements of `hashes`, and of rows of `requests`, that are in use.
         num_looked_up: number of looked-up blocks of all requests, sampled or not.
         longest: largest number of sampled blocks of a request.
         one_in: one block in this many is sampled.
@@ -55,7 +55,7 @@ class Recorded(Struct):
 
 
 class Sample:
-    """The sampled blocks of the requests since the last `clear`.
+    """The sampled blocks of the requests that were added since the last `clear`.
 
     Args:
         one_in, seed: see `Recorded`.
@@ -64,8 +64,8 @@ class Sample:
         state: the sampled blocks of the requests.
         hints: the hints of each request with sampled blocks.
 
-    Thread: one at a time. Memory: at most `MOST_ROOM` hashes. A single request with more hashes is an
-    exception: it is recorded if the sample is empty.
+    Thread: one at a time. Memory: at most `MOST_ROOM` hashes, with one exception: if the sample is empty, a
+    request with more hashes is recorded, too.
     """
 
     def __init__(self, one_in: int, seed: int) -> None:
@@ -83,9 +83,9 @@ class Sample:
         Args:
             ctx: a finished request.
             labels: assigns numbers to the hints.
-            num_skipped: number of leading blocks that were not looked up; -1 for the blocks before the
-                request's first `lookup`, or for all blocks if there was no lookup.
-            asked_end: index after the last looked-up block; -1 for the length of the path.
+            num_skipped: number of leading blocks that were not looked up. -1 means the blocks before the
+                request's first `lookup`, or all blocks if there was no lookup.
+            asked_end: index after the last looked-up block. -1 means the end of the request's path.
 
         Cost: a nanosecond for each block of the path.
         """
@@ -104,7 +104,7 @@ class Sample:
         return True
 
     def _grow(self, num_more: int) -> bool:
-        """Enlarge the sample to hold `num_more` more blocks. Returns False at the sample's largest size."""
+        """Enlarge the sample for `num_more` more blocks; return False if it already has its largest size."""
         old = self.state
         if old.num_requests == MOST_REQUESTS or (old.num_requests and len(old.hashes) >= MOST_ROOM):
             return False
@@ -117,7 +117,7 @@ class Sample:
         return True
 
     def keys(self) -> Keys:
-        """Return the keys of the recorded hashes, for calls of the shadows."""
+        """Return the keys that shadows use for the recorded blocks. Their hashes are `Recorded.hashes`."""
         return Keys(words_with_hash(self.state.hashes[: self.state.num_keys]), KEY_BYTES)
 
     def clear(self) -> None:
@@ -138,7 +138,8 @@ def _mixed(seed: int) -> np.uint64:
 def _record(path: Path, sample: Recorded, num_skipped: int, asked_end: int) -> int:
     """Append the sampled hashes of a path.
 
-    Returns the number of requests in the sample, 0 if no block of the path is sampled, or `FULL`.
+    Returns the number of requests in the sample; 0 if no block of the path is sampled; `FULL` if there is no
+    room.
     """
     records, hashes, seed = path.records, sample.hashes, _mixed(sample.seed)
     limit = np.uint64(0xFFFFFFFFFFFFFFFF) // np.uint64(sample.one_in)

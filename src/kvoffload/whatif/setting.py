@@ -43,7 +43,7 @@ class WhatIf:
 
     @property
     def label(self) -> str:
-        """The setting as text, for metrics and tables: ``policy=hazard,capacity=2``."""
+        """The setting as text for metrics and tables, such as ``policy=hazard,capacity=2``."""
         parts = [f"{name}={value}" for name in ("policy", "admission") if (value := getattr(self, name))]
         if self.capacity != 1.0:
             parts.append(f"capacity={self.capacity:g}")
@@ -107,7 +107,7 @@ class WhatIfParser:
 def _named(field: str, text: str) -> dict[str, str]:
     """Split a text such as ``policy=s3fifo,small_share=0.2,capacity=2`` at the names of options.
 
-    A name that is not an option is a parameter of the preceding option.
+    Any other name, such as ``small_share``, is a parameter of the option before it.
     """
     values, name = dict[str, str](), ""
     for part in text.strip().split(","):

@@ -1,8 +1,9 @@
 """A shadow: a manager that holds no bytes of blocks, and serves the sampled blocks of every request.
 
 The manager and its policy have the same classes as the serving manager and its policy. After a request has
-finished, the shadow repeats the request's calls: look up, store the missing blocks, finish. If the policy is
-compiled and there is no admission rule, a kernel repeats the calls of many requests without the GIL.
+finished in the serving manager, the shadow makes the same calls for it: look up, store the missing blocks,
+finish. If the policy is compiled and there is no admission rule, a kernel makes the calls for many requests
+without the GIL.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from kvoffload.whatif.setting import WhatIf
 def _scaled(admission: str | type[Admission] | None, one_in: int) -> type[Admission] | None:
     """Return the class of an admission rule for a shadow; None if there is no rule.
 
-    If the rule limits the number of keys that it remembers (`max_tracker_size`), the class divides this limit
-    by `one_in`.
+    If the rule remembers at most `max_tracker_size` keys, the returned class remembers fewer by the factor
+    `one_in`, because the shadow sees fewer keys.
     """
     if admission is None:
         return None
@@ -46,11 +47,11 @@ class Shadow:
     """A manager without bytes that shows the effect of a setting on a sample of the blocks.
 
     Args:
-        setting: settings that differ from the serving manager's.
-        capacity_blocks: number of slots of the serving manager. The number of the shadow's slots is this
-            number times `setting.capacity / one_in`.
+        setting: the changes to the serving manager's settings.
+        capacity_blocks: number of slots of the serving manager. The shadow has
+            ``capacity_blocks * setting.capacity / one_in`` slots.
         one_in: one block in `one_in` is in the sample.
-        most_slots: limit of the number of slots of the shadow.
+        most_slots: largest number of slots of the shadow.
         policy, admission, refuses_unasked: settings of the serving manager, see `OffloadingManager`.
 
     Attributes:
@@ -100,7 +101,7 @@ class Shadow:
         Args:
             sample: the requests.
             keys: keys of the sampled blocks of all requests, one request after the other.
-            path: memory with room for the keys of the longest request.
+            path: a context with room for the keys of the longest request. Its contents are overwritten.
         """
         recorded = sample.state
         if not self.is_compiled:
@@ -123,9 +124,9 @@ class Shadow:
             raise PolicyError(f"policy {self.manager.policy.name!r} named an invalid victim")
 
     def _live_by_calls(self, sample: Sample, keys: Keys) -> None:
-        """Replay the sample if the policy is in Python or there is an admission rule.
+        """Replay the sample by calls of the manager, for a policy in Python or an admission rule.
 
-        Yields the GIL between requests.
+        Releases the GIL for a moment after each request.
         """
         recorded, start = sample.state, 0
         for row, hints in zip(recorded.requests[: recorded.num_requests].tolist(), sample.hints, strict=True):
@@ -145,11 +146,11 @@ class Shadow:
         manager.finish_request(ctx, hints=hints)
 
     def counted(self) -> Counted:
-        """Return the misses since the second-last call of `rotate`."""
+        """Return the counts of the present and the previous period. `rotate` begins a period."""
         return Counted(self.setting.label, self.missed + self._before, self.manager.capacity_blocks)
 
     def rotate(self) -> None:
-        """Start new counts; `counted` still includes the previous counts."""
+        """Begin a new period of counting. `counted` covers the new and the previous period."""
         self._before, self.missed = self.missed, np.zeros(GROUPS, np.int64)
 
     def reset(self) -> None:

@@ -1,8 +1,8 @@
 """The shadows of one serving manager: their common sample, their work, their estimates.
 
-The serving side reports each finished request in one short call, which records the request's sampled blocks.
-The shadows run all recorded requests later, in one call per shadow. Another thread may make these calls. A
-request that exceeds the limits of the sample is left out and counted.
+The owner of the serving manager reports each finished request in one short call, which records the request's
+sampled blocks. The shadows replay all recorded requests later, in one call per shadow, which another thread
+may make. A request that exceeds the limits of the sample is left out and counted.
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ from kvoffload.whatif.setting import MOST_ONE_IN, WhatIf
 from kvoffload.whatif.shadow import Shadow
 
 ONE_IN = 8
-"""Default of `one_in`."""
+"""Default sampling rate. One block in `ONE_IN` is sampled."""
 ENOUGH_REQUESTS, ENOUGH_BLOCKS = 1024, 8192
-"""A call of `work` is due at this number of recorded requests, or at this number of sampled blocks."""
+"""`Shadows.work` is due if this many requests are recorded, or if they have this many sampled blocks."""
 
 
 class Shadows:
-    """Shadows on a common sample: for the current setting, and for each setting to try.
+    """Shadows that share a sample: a shadow with the current setting, and a shadow for each setting to try.
 
     Args:
         settings: the settings to try.
         capacity_blocks, policy, admission: settings of the serving manager, see `OffloadingManager`.
             `admission` must be a name or a class, because each shadow creates its own rule.
         one_in: one block in this many is sampled.
-        most_blocks: number of different blocks in all requests, if known. It limits the slots of the shadows.
+        most_blocks: number of different blocks in all requests, if known. It limits the slots of the shadows,
+            because more slots would stay empty.
         refuses_unasked: see `OffloadingManager`. Must be False if the serving manager has tiers behind RAM.
         seed: selects the sampled blocks.
 
     Attributes:
-        on_failure: called with a setting's label and the error after the setting's policy or rule has failed.
-            None (the default) raises the error.
-        members: the shadows, the current setting's first; a failed shadow is removed.
-        num_looked_up: number of looked-up blocks of the requests served since the second-last `rotate`.
+        on_failure: called after a setting's policy or admission rule has failed, with the setting's label and
+            the error. If it is None (the default), the error is raised.
+        members: the shadows, first the shadow of the current setting. A failed shadow is removed.
+        num_looked_up: number of looked-up blocks in the requests that the estimates cover (see `rotate`).
         num_left_out: number of requests that exceeded the limits of the sample.
 
     Thread: the scheduler's; while another thread runs `serve` or `reset_blocks`, only `finished`, `forget`,
@@ -49,7 +50,7 @@ class Shadows:
     fewer slots.
 
     Raises:
-        ConfigError: a setting cannot be created; names the setting.
+        ConfigError: the shadow of a setting cannot be created. The error names the setting.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Shadows:
     def is_due(self) -> bool:
         """True if enough requests are recorded for a call of `work`.
 
-        Calls for few requests are inefficient, because each call starts with cold CPU caches.
+        It is inefficient to call `work` for few requests, because each call starts with cold CPU caches.
         """
         recorded = self._recording.state
         return recorded.num_requests >= ENOUGH_REQUESTS or recorded.num_keys >= ENOUGH_BLOCKS
@@ -113,29 +114,29 @@ class Shadows:
         return recorded.num_requests > 0 or recorded.num_looked_up > 0
 
     def finished(self, ctx: RequestContext, num_skipped: int = -1, asked_end: int = -1) -> None:
-        """Report a request of the serving manager, after its `finish_request`.
+        """Record a request that the serving manager has finished (`finish_request`).
 
         `num_skipped` and `asked_end` are arguments of `Sample.take`.
 
-        Cost: a nanosecond for each block of the request, and a microsecond.
+        Cost: a microsecond, and a nanosecond for each block of the request.
         """
         if not self._recording.take(ctx, self._labels, num_skipped, asked_end):
             self.num_left_out += 1
 
     def work(self) -> None:
-        """Serve the recorded requests in all shadows."""
+        """Replay the recorded requests in all shadows."""
         self.serve(self.take())
 
     def take(self) -> Sample:
         """Return the recorded requests as a sample, to be passed to `serve`.
 
-        The sample must have been served before this method is called again.
+        Before this method is called again, the sample must have been served.
         """
         taken, self._recording, self._spare = self._recording, self._spare, self._recording
         return taken
 
     def serve(self, sample: Sample) -> None:
-        """Serve the requests of a sample in all shadows, then clear the sample."""
+        """Replay the requests of a sample in all shadows, then clear the sample."""
         recorded = sample.state
         if recorded.longest > self._path.room:
             self._path = RequestContext("", KEY_BYTES, None, room_for(recorded.longest))
@@ -153,16 +154,16 @@ class Shadows:
     def _remove(self, shadow: Shadow, error: Exception, on_failure: Callable[[str, Exception], None]) -> None:
         """Remove a shadow after an error. If it has the current setting, remove all shadows.
 
-        The gain of every other setting needs the estimate of the current setting.
+        Without an estimate for the current setting, no other shadow can have a gain.
         """
         is_current = bool(self.members) and shadow is self.members[0]
         self.members = [] if is_current else [other for other in self.members if other is not shadow]
         on_failure(shadow.setting.label, error)
 
     def estimates(self) -> list[Estimate]:
-        """Estimate the hit ratio of each setting; the current setting comes first. Empty before any lookup.
+        """Estimate the hit ratio of each setting, the current setting first; empty before any lookup.
 
-        Recorded requests are not included before `work` has served them.
+        The estimates include only requests that `work` or `serve` has replayed.
         """
         if not self.members or not self.num_looked_up:
             return []
@@ -170,7 +171,7 @@ class Shadows:
         return estimates(counted, self.num_looked_up, self.one_in)
 
     def rotate(self) -> None:
-        """Start new counts. Estimates use the new and the previous counts, and no older counts."""
+        """Start new counts. Estimates use the new counts and the previous counts, but no older ones."""
         for shadow in self.members:
             shadow.rotate()
         self._looked_up_before, self._looked_up = self._looked_up, 0
@@ -180,14 +181,14 @@ class Shadows:
         self._recording.clear()
 
     def reset(self) -> None:
-        """Forget all blocks and recorded requests, because the serving manager has forgotten its blocks.
+        """Forget all blocks and recorded requests, but keep the counts.
 
-        Counts are kept.
+        Call this when the serving manager has forgotten its blocks.
         """
         self.forget()
         self.reset_blocks()
 
     def reset_blocks(self) -> None:
-        """Forget all blocks. Cost: O(slots of all shadows)."""
+        """Forget the blocks of all shadows. Cost: O(slots of all shadows)."""
         for shadow in self.members:
             shadow.reset()

@@ -18,7 +18,8 @@ class Connection(Protocol):
     """A connection to a server, after login.
 
     Attributes:
-        has_received: set to True when a byte arrives; `ConnectionThread` sets it to False.
+        has_received: True if a byte has arrived since `ConnectionThread` last set this to False. If no byte
+            of a reply has arrived, the thread may repeat the exchange on a new connection.
         is_in_step: True if every reply has been read and the server has not closed the connection.
     """
 
@@ -34,15 +35,15 @@ class Connection(Protocol):
 
 C = TypeVar("C", bound=Connection)
 Connect: TypeAlias = Callable[[float], C]
-"""Function that connects and logs in, within a deadline (of `time.monotonic`)."""
+"""Function that connects to a server and logs in. Its argument is the deadline (of `time.monotonic`)."""
 
 
 class ConnectionThread(Generic[C]):
     """Performs exchanges in order, and passes each exchange that has ended to `deliver`.
 
     An exchange ends by its deadline, even if the network fails. The connection is closed before a failed
-    exchange is delivered, so that nothing writes to the exchange's rows afterwards. Exchanges that the tier
-    has claimed (`Exchange.claim`) are skipped.
+    exchange is delivered, so that nothing writes to the exchange's rows afterwards. To drop an exchange from
+    the queue, the tier claims it (`Exchange.claim`); the thread skips claimed exchanges.
 
     Args:
         name: name of the thread.
@@ -66,7 +67,7 @@ class ConnectionThread(Generic[C]):
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Start the thread if it has not started. Raises `RuntimeError` at the process's limit of threads."""
+        """Start the thread if it has not started. Raises `RuntimeError` if the system refuses the thread."""
         if self._thread.ident is None:
             self._thread.start()
 

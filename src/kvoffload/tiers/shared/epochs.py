@@ -1,7 +1,8 @@
-"""Epochs that this process has seen: the present number of each epoch key, and ended numbers. No I/O.
+"""Record of the epochs that this process has seen. Does no I/O.
 
-A server may return to an ended epoch in two cases: it has restored a backup, or a replica without the last
-reset has taken over. The tier then resets the cache again, because the blocks of the epoch are outdated.
+An epoch is the time between two resets of the cache. The server stores the random number of the present epoch
+under an epoch key. If a server returns to an ended epoch, it has restored a backup, or a replica that missed
+the last reset has taken over. The tier then resets the cache again, because the blocks are outdated.
 """
 
 from __future__ import annotations
@@ -9,23 +10,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MOST_ENDED = 1 << 16
-"""Limit of remembered ended epochs. A reset of a cluster ends 256 epochs, so this is enough for 256
-resets."""
+"""Largest number of ended epochs to remember. A reset of a cluster ends 256 epochs, so this is enough for
+256 resets."""
 
 
 class EpochHistory:
-    """Present and ended epoch numbers. All nodes of a cluster share one history.
+    """The number of the present epoch under each epoch key, and the numbers of ended epochs.
 
-    An epoch ends when this process resets the cache, or reads another number under the epoch's key. Another
-    number appears, for example, after a reset by another machine. Numbers are random and never reused.
+    An epoch ends when this process resets the cache, or when it reads a new number under the epoch's key, for
+    example because another machine has reset the cache. Numbers are random and never reused. All nodes of a
+    cluster share one history.
 
     Args:
-        most_ended: limit of remembered ended numbers; the oldest are forgotten first.
+        most_ended: largest number of ended epochs to remember; the oldest are forgotten first.
 
     Attributes:
-        has_warned: True after a warning about persistence.
+        has_warned: True if the warning about the server's persistence has been logged.
 
-    Times are of `time.monotonic`. Memory: about 150 bytes for each number. Thread: one.
+    The arguments `now` and `since` are times of `time.monotonic`. Memory: about 150 bytes for each number.
+    Thread: one.
     """
 
     def __init__(self, most_ended: int = MOST_ENDED) -> None:
@@ -36,9 +39,9 @@ class EpochHistory:
         self.has_warned = False
 
     def record(self, names: Sequence[bytes], numbers: Sequence[int | None], now: float) -> None:
-        """Record the present number of each epoch key. If a key has a new number, its former epoch has ended.
+        """Record the number that was read under each epoch key; None keeps the number recorded for the key.
 
-        If the number of a key is None, the recorded number of the key stays.
+        If a key has a new number, the epoch with the old number has ended.
         """
         for name, number in zip(names, numbers, strict=True):
             if number is not None and self._present.get(name) != number:
@@ -62,15 +65,15 @@ class EpochHistory:
             del self._ended[next(iter(self._ended))]
 
     def has_ended(self, number: int, since: float) -> bool:
-        """Return True if this number had already ended at `since`, when a request was sent.
+        """Return True if the epoch with this number ended before `since`, when a request was sent.
 
-        If the request nevertheless reads the number, the server has restored an old epoch.
+        If the request nevertheless reads this number, the server has restored an old epoch.
         """
         return self._ended.get(number, float("inf")) <= since
 
     def is_outdated(self, number: int, since: float) -> bool:
-        """Return True if this number ended after a request was sent at the time `since`.
+        """Return True if the epoch with this number ended after `since`, when a request was sent.
 
-        The request may have read the number before it ended, so the server is not at fault.
+        The server may have replied with this number before the epoch ended, so the server is not at fault.
         """
         return number in self._ended and not self.has_ended(number, since)

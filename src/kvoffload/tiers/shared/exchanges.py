@@ -1,7 +1,8 @@
 """Exchanges with a server, as data: a request, its deadline and its results.
 
 The scheduler's thread creates an exchange. A connection thread performs the exchange and writes the results
-into it. The scheduler's thread reads the results afterwards. Partial results of an aborted exchange count.
+into it. The scheduler's thread reads the results afterwards. If an exchange is aborted, the results that it
+has received so far remain valid.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class Exchange:
     """A request to a server, and the server's replies.
 
     Attributes:
-        submitted, ended: times of `time.monotonic`.
-        deadline: latest end, in time of `time.monotonic`. Time in the queue counts.
-        error: reason of a failure or an abort, or None.
+        submitted, ended: when the exchange was created and when it ended (`time.monotonic`).
+        deadline: when the exchange must have ended (`time.monotonic`), even if it is still in the queue then.
+        error: reason why the exchange failed or was aborted; None if it succeeded.
         closes_connection: True to close the connection after this exchange.
     """
 
@@ -48,8 +49,8 @@ class Exchange:
     def claim(self) -> bool:
         """Claim the exchange; returns True in the first call, False in later calls.
 
-        A connection thread calls this before it performs the exchange. A tier calls this before it drops the
-        exchange. Thread: any, because `pop` of a list is atomic.
+        A connection thread claims an exchange to perform it, and a tier claims an exchange to drop it. Only
+        the first of the two may go on. Thread: any, because `pop` of a list is atomic.
         """
         try:
             self._unclaimed.pop()
@@ -60,15 +61,15 @@ class Exchange:
 
 @dataclass(eq=False, kw_only=True)
 class Handshake(Exchange):
-    """Reads the present epochs, and creates missing epochs. A reset replaces all epochs.
+    """An exchange that reads the present epochs and creates missing epochs, or replaces all epochs (a reset).
 
     Attributes:
         epoch_keys: the keys that hold the epochs.
         is_reset: True to replace the epochs, so that no earlier block is found.
         about: text about the producer, stored beside the epoch for ``inspect``; empty for none.
-        num_replicas: number of replicas that must confirm a reset. Otherwise a replica without the reset
-            could take over and serve earlier blocks.
-        numbers: result: for each of `epoch_keys`, the epoch number, or None if another node has the key.
+        num_replicas: number of replicas that must confirm a reset. A replica that missed the reset could
+            later take over and serve earlier blocks.
+        numbers: the result. For each of `epoch_keys`, the epoch number, or None if another node has the key.
     """
 
     epoch_keys: Sequence[bytes]
@@ -84,7 +85,7 @@ class Handshake(Exchange):
 
 
 class Persistence(Enum):
-    """Persistence of a server: ON if the server saves its contents to a disk."""
+    """State of a server's persistence. It is ON if the server saves its contents to a disk."""
 
     OFF = "no"
     ON = "yes"
@@ -95,10 +96,10 @@ class Persistence(Enum):
 class PersistenceQuestion(Exchange):
     """Asks a server about its persistence.
 
-    If the user lacks the permission, `persistence` stays `UNKNOWN`, and the exchange succeeds.
+    If the user may not read the server's settings, `persistence` stays `UNKNOWN`, and the exchange succeeds.
 
     Attributes:
-        reasons: the settings that turn persistence on: ``save "3600 1"``.
+        reasons: the settings that turn persistence on, such as ``save "3600 1"``.
     """
 
     persistence: Persistence = Persistence.UNKNOWN
@@ -110,12 +111,12 @@ class BlockExchange(Exchange):
     """An exchange about blocks. A block's result counts only if the server has confirmed the block's epoch.
 
     Attributes:
-        job: number of the job.
+        job: number that identifies the job. The exchange does the job's work.
         num_rows: number of blocks of the job. The exchange covers the first ``len(keys)`` of these blocks.
-        objects: the objects of a bucket that hold these blocks.
+        objects: for a bucket, the objects that hold these blocks; otherwise empty.
         current: mask of the blocks whose epoch the server has confirmed.
-        ok: mask of the present blocks (probe), the verified blocks (read), or the stored blocks (write).
-        refused: last error reply about a single block, or None.
+        ok: mask of the blocks that the server has (probe), or that were verified (read) or stored (write).
+        refused: last error reply that concerned a single block, or None.
     """
 
     kind: ClassVar[str]
@@ -159,19 +160,19 @@ class Transfer(BlockExchange):
         return addresses
 
     def row(self, number: int) -> memoryview:
-        """Return the memory of one block."""
+        """Return the pool's memory of the block ``keys[number]``."""
         return memoryview(self.pool[self.rows[number]])
 
 
 @dataclass(eq=False, kw_only=True)
 class Read(Transfer):
-    """Receives blocks into their rows and verifies them.
+    """Receives blocks into their rows of the pool and verifies the blocks.
 
     Attributes:
         absent: mask of the blocks that the server does not have.
-        damaged: mask of the blocks with a wrong header or checksum; the read deletes them on the server.
-        deleted: for a bucket, mask of all blocks whose object contains a damaged block. The read deletes such
-            objects.
+        damaged: mask of the blocks with a wrong header or checksum. The read deletes these blocks on the
+            server, or in a bucket the objects that contain them.
+        deleted: for a bucket, mask of all blocks in the deleted objects, damaged or not.
     """
 
     kind = READ

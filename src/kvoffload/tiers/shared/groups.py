@@ -1,7 +1,8 @@
-"""Groups of blocks that are stored in one object of a bucket, and the names of the objects. Knows no network.
+"""Groups of blocks, and the names of the objects that hold them: a bucket stores each group in one object.
 
-A path is divided into groups of a fixed number of blocks, from the first block. The remaining blocks at the
-end of the path are in no group. All machines that know a path compute equal groups.
+A request's path (the keys of its blocks, in order) is cut into groups of a fixed number of blocks. The first
+group begins with the first block. Blocks that remain at the end of the path are in no group. All machines
+that know a path compute equal groups. Knows no network.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from kvoffload.structures.keys import Keys
 from kvoffload.tiers.contract import Mask
 
 _GENERATION_BLOCKS = 1 << 17
-"""Number of blocks after which a new generation of groups begins. The groups of two generations are known."""
+"""Number of blocks after which a new generation of groups begins. To limit the memory, only the groups of the
+present and the previous generation are known."""
 _NAME_BYTES = 16
 
 
@@ -28,8 +30,8 @@ class ObjectPart(NamedTuple):
 
     Attributes:
         name: name of the object, 32 hexadecimal digits.
-        rows: shape ``(n,)``; rows of the batch.
-        at: shape ``(n,)``; positions in the object, ascending.
+        rows: shape ``(n,)``; for each of these blocks, its index in the batch.
+        at: shape ``(n,)``; for each of these blocks, its position in the object, ascending.
     """
 
     name: str
@@ -39,11 +41,12 @@ class ObjectPart(NamedTuple):
 
 @dataclass(eq=False)
 class ReportedPath:
-    """Groups of a request's path that `BlockGroups.add_path` has added.
+    """Record of the groups of a request's path that `BlockGroups.add_path` has added.
 
     Attributes:
         num_added: number of leading blocks of the path whose groups have been added.
-        generation: generation that has these groups. In a later generation they are added again.
+        generation: generation in which these groups were added. When a later generation has begun, `add_path`
+            adds them again, so that they stay known.
     """
 
     num_added: int = 0
@@ -51,14 +54,15 @@ class ReportedPath:
 
 
 class BlockGroups:
-    """Groups of recently reported paths.
+    """Groups of recently reported paths. Finds the object of a bucket that holds a block.
 
-    The name of a group is a digest of its blocks' keys, in order. Equal sequences of blocks have equal names
-    on all machines. Different sequences have different names, even if keys are not chained.
+    The name of an object is a digest of the keys in its group, in order. Therefore equal groups have equal
+    names on all machines. Groups that differ in a key or in the order have different names, even if an
+    engine's keys do not depend on the keys before them.
 
     Args:
-        group_blocks: blocks in an object. If it is 1, each object holds one block, and paths need not be
-            known.
+        group_blocks: number of blocks in a group. If it is 1, each object holds one block, and objects are
+            found without reported paths.
 
     Memory: 200 bytes a block, for the last 130,000 to 260,000 blocks. Cost: 0.2 µs a block. Thread: one.
     """
@@ -77,8 +81,7 @@ class BlockGroups:
     def add_path(self, reported: ReportedPath, path: Keys) -> None:
         """Add the groups of a request's path to the known groups.
 
-        `reported` records which groups of the path have been added. Groups that it records are skipped, and
-        new groups are recorded in it.
+        Skips the groups that `reported` records as added, and records the new groups in `reported`.
         """
         length = len(path) - len(path) % self.group_blocks
         if self.group_blocks == 1 or length == 0:
@@ -111,9 +114,9 @@ class BlockGroups:
         self._generation += 1
 
     def known(self, digests: U64Array) -> Mask:
-        """Return a mask of the blocks whose group, and thus the name of the object, is known.
+        """Return a mask of the blocks whose group is known. The group determines the name of the object.
 
-        If a group is one block, the block's key alone gives the name, so the mask is True for every block.
+        If groups have one block, the block's key alone determines the name, so the mask is True everywhere.
         """
         if self.group_blocks == 1:
             return np.ones(len(digests), np.bool_)
@@ -121,10 +124,10 @@ class BlockGroups:
         return np.array([digest in young or digest in old for digest in digests.tolist()], np.bool_)
 
     def cut(self, keys: Keys, room: int) -> int:
-        """Return the number of leading blocks, at most `room`, after which to cut a batch.
+        """Return how many leading blocks of a batch to offer, at most `room`.
 
-        If all blocks fit into `room`, returns their number. Otherwise cuts after the last group that ends
-        within `room`. If no group ends within `room`, returns `room`.
+        Only whole groups are written. Therefore, if the batch has more than `room` blocks, it is cut at the
+        end of the last group that ends within `room`. If no group ends there, it is cut after `room` blocks.
         """
         count = min(room, len(keys))
         if self.group_blocks == 1 or count == len(keys):
@@ -135,7 +138,7 @@ class BlockGroups:
         return ends[-1] + 1 if ends else count
 
     def parts(self, keys: Keys) -> list[ObjectPart]:
-        """Return the objects that contain the batch's blocks. Blocks in no known group are left out."""
+        """Return the objects that contain the blocks of a batch. Blocks in no known group are left out."""
         if self.group_blocks == 1:
             zero = np.zeros(1, np.int64)
             return [ObjectPart(_name(key), np.array([row]), zero) for row, key in enumerate(keys)]
@@ -151,7 +154,7 @@ class BlockGroups:
         return parts
 
     def whole(self, keys: Keys) -> list[ObjectPart]:
-        """Return the objects whose blocks are all in the batch."""
+        """Return only the objects whose blocks are all in the batch."""
         return [group for group in self.parts(keys) if len(group.rows) == self.group_blocks]
 
 

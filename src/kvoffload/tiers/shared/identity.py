@@ -48,11 +48,12 @@ _LEAST_CUT, _MOST_LOST = 16 << 10, 0.1
 
 @cache
 def head_bytes(block_bytes: int) -> int:
-    """Return the number of a block's bytes in the first value, without the header.
+    """Return how many bytes of a block belong in its first value on the server, after the header.
 
-    A second value holds the rest, if any (`rest_names`). Reason: servers allocate memory in jemalloc's size
-    classes (`_class_below`). A block of 2^n bytes with its header needs the class of ``1.25 * 2^n`` bytes. A
-    block that would waste more than a tenth of its size is split, so that the second value fills a class.
+    If these are not all bytes, a second value (`rest_names`) holds the rest. This saves memory, because
+    servers allocate in jemalloc's size classes (`_class_below`). For example, a block of 2^n bytes and its
+    header together would need the class of ``1.25 * 2^n`` bytes. If a single value would waste more than a
+    tenth of the block's size, the block is split so that the second value exactly fills a smaller class.
     """
     whole = HEADER_BYTES + block_bytes + _ADDED_BYTES
     if block_bytes < _LEAST_CUT or _class_above(whole) <= (1 + _MOST_LOST) * block_bytes:
@@ -71,7 +72,7 @@ def is_rest(name: bytes) -> bool:
 
 
 def _class_below(num_bytes: int) -> int:
-    """Return jemalloc's largest size class up to `num_bytes`. Classes: (4 + k) * 2^m for k from 0 to 3."""
+    """Return jemalloc's largest size class up to `num_bytes`: a size (4 + k) * 2^m, with k from 0 to 3."""
     step = 1 << (num_bytes.bit_length() - 3)
     return num_bytes // step * step
 
@@ -96,7 +97,10 @@ class EpochKeys(NamedTuple):
 
 
 class Epoch(ABC):
-    """Names and headers of blocks. Both change with each reset, so that earlier blocks are not found."""
+    """Computes the names and headers of blocks in one epoch.
+
+    Each reset begins a new epoch, with other names and headers, so that earlier blocks are not found.
+    """
 
     producer: bytes
 
@@ -108,12 +112,12 @@ class Epoch(ABC):
     def epoch_keys(self, keys: Keys) -> EpochKeys:
         """Return the epoch keys that cover these blocks.
 
-        A block is valid only while its epoch is unchanged.
+        A block is valid only while the server has the expected number under the block's epoch key.
         """
 
     @abstractmethod
     def numbers_and_seeds(self, digests: Checksums) -> tuple[Any, Any]:
-        """Return the epoch number of each block, and the seed that the epoch adds to the block's checksum."""
+        """Return, for each block, its epoch number, and the seed that its epoch adds to its checksum."""
 
     def headers(self, keys: Keys, addresses: npt.NDArray[np.int64], block_bytes: int) -> Headers:
         """Compute the headers of the blocks at these addresses. Cost: reads each byte once. Thread: any."""
@@ -136,13 +140,13 @@ class Epoch(ABC):
 
 @dataclass(frozen=True)
 class SingleEpoch(Epoch):
-    """Epoch of a single server or bucket: one number for all blocks of a producer.
+    """Epoch of a single server or bucket, where all blocks of a producer have one epoch number.
 
     Attributes:
         namespace: letters, digits, and ``._-``. An access rule can restrict a user to a namespace.
         producer: 16 bytes that identify the producer of the blocks.
-        number: 64 random bits, never reused. If the store loses the number, the blocks of this epoch are
-            never found again.
+        number: 64 random bits, never reused. If the server loses the number, it can never find the blocks of
+            this epoch again.
     """
 
     namespace: str
@@ -156,7 +160,7 @@ class SingleEpoch(Epoch):
 
     @cached_property
     def seed(self) -> np.uint64:
-        """Part of the checksum seed that all blocks of the epoch share."""
+        """The part of a checksum's seed that is equal for all blocks of the epoch."""
         return seed_of(self.namespace, self.producer, self.number)
 
     def names(self, keys: Keys) -> list[bytes]:
@@ -172,12 +176,12 @@ class SingleEpoch(Epoch):
 
 
 class Keyspace(Protocol):
-    """The epoch keys of a producer on one server."""
+    """The epoch keys that a producer of blocks uses on one server."""
 
     @property
     def epoch_keys(self) -> Sequence[bytes]: ...
     def epoch(self, numbers: Sequence[int | None]) -> Epoch:
-        """Return the epoch with these numbers, in the order of `epoch_keys`."""
+        """Return the epoch whose numbers, in the order of `epoch_keys`, are `numbers`."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +209,7 @@ def hexadecimal(keys: Keys) -> list[bytes]:
 
 
 def seed_of(namespace: str, producer: bytes, number: int) -> np.uint64:
-    """Return the part of the checksum seed that all blocks of an epoch share."""
+    """Return the part of a checksum's seed that is equal for all blocks of an epoch."""
     text = f"{FORMAT}\0{namespace}\0".encode() + producer
     seed: np.uint64 = np.uint64(xxhash.xxh3_64_intdigest(text, number))
     return seed
@@ -222,7 +226,7 @@ def epoch_name(namespace: str, producer: bytes) -> bytes:
 
 
 def about_name(epoch: bytes) -> bytes:
-    """Return the name under which the producer's text is stored. `epoch`: name of the epoch key."""
+    """Return the name under which the text about the producer is stored, beside the epoch key `epoch`."""
     prefix, _, tag = epoch.rpartition(b":epoch")
     return prefix + b":about" + tag
 

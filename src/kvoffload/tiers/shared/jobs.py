@@ -22,18 +22,18 @@ _EXPIRE_EVERY_S = 0.005
 class Jobs:
     """The reads, writes and probes in flight, and their connection threads.
 
-    Reads, writes and probes have separate threads. Among the threads of a type, the thread with the fewest
-    exchanges gets the next exchange.
+    Reads, writes and probes have separate threads. Each exchange goes to the thread of its type that has the
+    fewest exchanges.
 
     Args:
         name: the tier's name, part of the threads' names.
-        group_blocks: number of blocks that are written together. The limit of blocks in flight is never
-            below this number.
+        group_blocks: number of blocks that must be written together. This many blocks may always be in
+            flight, whatever `in_flight_bytes` is.
 
     Attributes:
         in_flight: exchanges by job number.
-        ended: unprocessed exchanges that have ended; connection threads append here.
-        in_flight_bytes: limit of the blocks in flight, in bytes, for reads and for writes separately.
+        ended: exchanges that have ended and wait to be processed; connection threads append to it.
+        in_flight_bytes: largest number of bytes of blocks in flight. Reads and writes each have this limit.
 
     Thread: the scheduler's.
     """
@@ -62,7 +62,7 @@ class Jobs:
         return self._last_job
 
     def room(self, kind: str) -> int:
-        """Return the number of blocks that may be submitted now. `kind`: `READ` or `WRITE`."""
+        """Return how many blocks may be submitted now in an operation of type `kind`, `READ` or `WRITE`."""
         most = max(self._group_blocks, self.in_flight_bytes // self._block_bytes)
         return max(0, most - self._num_blocks[kind])
 
@@ -78,7 +78,7 @@ class Jobs:
         min(self._threads[kind], key=lambda thread: thread.load).submit(exchange)
 
     def take_ended(self) -> Iterator[Exchange]:
-        """Yield the exchanges that have ended. Queued exchanges past their deadlines are dropped first."""
+        """Yield the exchanges that have ended, after dropping queued exchanges past their deadlines."""
         if self.in_flight and (now := time.monotonic()) >= self._expire_at:
             self._expire_at = now + _EXPIRE_EVERY_S
             late = [exchange for exchange in self.in_flight.values() if now >= exchange.deadline]
@@ -116,7 +116,7 @@ class Jobs:
             thread.stop()
 
     def join(self, until: float) -> None:
-        """After `stop`, wait for all threads to end. `until`: time limit (of `time.monotonic`)."""
+        """After `stop`, wait until all threads have ended, or until the time `until` (`time.monotonic`)."""
         for thread in self._all_threads():
             thread.join(max(0.0, until - time.monotonic()))
 

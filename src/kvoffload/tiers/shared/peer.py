@@ -1,4 +1,4 @@
-"""The state of a server in this process: its epoch, its health, and the handshakes with it.
+"""State of a server, as far as this process knows it: epoch and health. Creates handshakes with the server.
 
 Owns the epoch and the circuit breakers. Knows neither blocks nor threads.
 """
@@ -41,25 +41,25 @@ class Forget(Protocol):
     """Type of the callback that a peer calls when known blocks may be gone."""
 
     def __call__(self, *, same_epoch: bool) -> None:
-        """Clear the presence cache.
+        """Clear the tier's presence cache, the cache of the server's replies.
 
-        If `same_epoch` is False, also report all blocks in the write log as gone.
+        If `same_epoch` is False, also report all blocks that the tier has written (its write log) as gone.
         """
 
 
 class Peer:
-    """A server that holds the epochs of a keyspace.
+    """A server, with the epoch that is in use on it and its circuit breakers.
 
-    The peer never enters an ended epoch again. If a server returns an ended epoch, it has restored a
-    snapshot. The peer then resets the cache once more and logs an error.
+    The peer never enters an epoch again that has ended. If the server nevertheless returns an ended epoch,
+    the server has restored a snapshot. The peer then resets the cache once more and logs an error.
 
     Args:
         name: name of the tier, for the log.
         send: sends an exchange over a connection for a type of operation.
         forget: called when known blocks may be gone.
-        clock: monotonic seconds, for pauses.
-        history: for a node of a cluster, the history that all nodes share; None for any other server. A node
-            may reply that another node has a block, and this reply does not count as a failure.
+        clock: returns monotonic seconds, for pauses.
+        history: for a node of a cluster, the history that all nodes share; None for any other server. If a
+            node replies that another node has a block, this does not count as a failure.
         chance: returns a random number in [0, 1), for jitter.
 
     Attributes:
@@ -69,7 +69,7 @@ class Peer:
         reset_wanted: True until the server confirms a reset.
         num_replicas: number of replicas that must confirm a reset.
         num_troubles: number of exchanges that failed, or found a block on another node. When it grows, the
-            cluster tier reads the map again.
+            cluster tier reads the cluster's map again.
         last_error: last failure, for messages.
         handshake: the handshake in flight, or None.
 
@@ -139,7 +139,7 @@ class Peer:
     def maintain(self) -> None:
         """Send a handshake if an epoch is unknown or the server's breaker is half open.
 
-        Sends nothing in the first second after a handshake.
+        Sends nothing in the first second after the last handshake has ended.
         """
         if self._clock() < self._next_handshake:
             return
@@ -193,7 +193,7 @@ class Peer:
             self._overtaken.clear()
 
     def take_reset(self) -> None:
-        """Leave the epoch, because an exchange has found another epoch or none."""
+        """Leave the epoch and send a handshake. Called when an exchange has found another epoch, or none."""
         self.close_epoch()
         # An epoch is entered only when a second exchange confirms it. Otherwise a garbled reply would end the
         # present epoch and reset the cache for all machines.
@@ -213,7 +213,8 @@ class Peer:
     def _may_enter(self, handshake: Handshake) -> bool:
         """Return False if a handshake found an ended epoch, else True.
 
-        Requests a reset if the server restored this epoch. Otherwise shakes hands again if no epoch is set.
+        If this epoch had ended before the handshake was sent, the server has restored it, so this requests a
+        reset. If the epoch ended later, the reply is only outdated; if no epoch is in use, sends a handshake.
         """
         numbers, since = handshake.known_numbers, handshake.submitted
         if any(self.history.has_ended(number, since) for number in numbers):
@@ -257,7 +258,7 @@ class Peer:
     # ---- health
 
     def note(self, exchange: Exchange) -> set[str]:
-        """Record an exchange's outcome; returns the types of operations whose breakers the outcome opens."""
+        """Record an exchange's outcome; returns the types of operations whose breakers it has opened."""
         if self._is_node and self._is_elsewhere(exchange):
             return set()
         error = exchange.error
@@ -277,9 +278,9 @@ class Peer:
         return self.breakers.open_kinds() - before
 
     def _is_slow(self, exchange: Exchange) -> bool:
-        """Return True if an exchange has transferred some of its blocks by its deadline.
+        """Return True if an exchange exceeded its deadline, but has transferred some of its blocks.
 
-        A server that transfers some blocks works. Its measured speed lets later reads leave out blocks that
+        This is no failure of the server. Later reads use the server's measured speed to leave out blocks that
         would arrive too late.
         """
         if self._gives_up_at_once or not isinstance(exchange, Transfer) or not exchange.has_moved_blocks:
@@ -294,8 +295,8 @@ class Peer:
     def _is_elsewhere(self, exchange: Exchange) -> bool:
         """Return True if an exchange failed because its keys are on another node of the cluster.
 
-        Also increments `num_troubles` if the exchange failed, or if a reply says that a key is on another
-        node.
+        Also increments `num_troubles` if the exchange failed for any reason, or if a reply says that a key is
+        on another node.
         """
         reply = exchange.error or getattr(exchange, "refused", None)
         is_elsewhere = isinstance(reply, ServerError) and reply.is_elsewhere

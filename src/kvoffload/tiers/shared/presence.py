@@ -2,8 +2,8 @@
 
 Knows no network.
 
-An entry may become wrong at any time, because other machines write and the server evicts. A wrong entry costs
-a miss or a probe, nothing else.
+An entry may become wrong at any time, because other machines write blocks and the server evicts blocks. A
+wrong entry costs only a miss or a probe.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ NUM_ENTRIES = 1 << 20
 
 
 class PresenceCache:
-    """A direct-mapped table. The digest of a block's key selects the only entry that may describe the block.
+    """Cached replies in a direct-mapped table: the digest of a block's key selects the block's only entry.
 
-    A block replaces the previous block of its entry. Replaced blocks are probed again.
+    If two blocks select the same entry, the later block replaces the earlier block. When the earlier block is
+    needed again, the server is probed for it.
 
     Args:
-        clock: monotonic seconds, above 0.
+        clock: returns monotonic seconds, above 0.
         num_entries: a power of two.
 
     Memory: 16 bytes an entry. Cost: 20 to 80 ns a key in batches. Thread: one.
@@ -46,7 +47,7 @@ class PresenceCache:
         self._mask = np.uint64(num_entries - 1)
 
     def present(self, digests: U64Array) -> Mask:
-        """Return a mask of the blocks that the server had at its last reply. False for expired entries."""
+        """Return a mask of the blocks that the server had at its last reply; False for expired entries."""
         at = self._entries(digests)
         mask: Mask = self._matches(at, digests) & (self._until[at] > self._clock())
         return mask
@@ -58,7 +59,7 @@ class PresenceCache:
         return mask
 
     def learn(self, digests: U64Array, present: Mask) -> None:
-        """Set the entries of these blocks. `present`: True for present, False for absent blocks."""
+        """Record which of these blocks the server has: `present` is True for present, False for absent."""
         at, now = self._entries(digests), self._clock()
         self._keys[at] = digests ^ self._times_cleared
         self._until[at] = np.where(present, now + PRESENT_S, -(now + ABSENT_S))

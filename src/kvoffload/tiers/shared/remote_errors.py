@@ -13,9 +13,9 @@ _OF_CLUSTER = {"MOVED", "CLUSTERDOWN", "CROSSSLOT"}
 
 BUSY = "max number of clients reached"
 FULL = "OOM"
-"""Code of a server that is full and evicts nothing."""
+"""Error code of a server that is full and evicts nothing."""
 REPLICA = "READONLY"
-"""Code of a replica that refuses writes."""
+"""Error code of a replica that refuses writes."""
 
 
 class ProtocolError(KVOffloadError):
@@ -43,9 +43,9 @@ class ServerError(KVOffloadError):
 
     @property
     def is_busy(self) -> bool:
-        """True if the server has too many clients now.
+        """True if the server refuses the connection because it has too many clients now.
 
-        The text is checked, because many errors have the code ``ERR``.
+        Checks the text of the error, because its code, ``ERR``, is also the code of many other errors.
         """
         return BUSY in str(self)
 
@@ -69,7 +69,7 @@ class QueuedTooLongError(TimeoutError):
 
 
 class CacheResetError(Exception):
-    """The server has another epoch or no epoch, so no result of the exchange counts."""
+    """Raised if the server has another epoch than expected, or none. No result of the exchange counts."""
 
     def __init__(self) -> None:
         super().__init__("the cache was reset")

@@ -30,10 +30,10 @@ class SharedTierOptions(TierOptions):
         timeout: deadline of a read; blocks that arrive before the deadline count.
         probe_timeout: deadline of a probe.
         identity: name of the weights, equal on all machines; by default it is detected.
-        admission: chooses the blocks to write.
-        start_s: longest wait for the server at opening.
-        engine_start_s: longest wait of an engine for the server. After that the engine starts, although the
-            server does not reply yet.
+        admission: name of the admission rule, which chooses the blocks to write.
+        start_s: longest wait for the server when the tier is opened.
+        engine_start_s: longest wait of an engine for the server. After this wait the engine starts, even if
+            the server does not reply yet.
     """
 
     start_s: ClassVar[float]
@@ -46,11 +46,11 @@ class SharedTierOptions(TierOptions):
 
     @abstractmethod
     def connect(self, owner: TierOwner, fingerprint: str, admission: Admission | None) -> ConnectingTier:
-        """Create a tier that connects in the background. Raises `ConfigError`."""
+        """Create a tier that connects in the background. Raises `ConfigError` for an invalid option."""
 
     @abstractmethod
     def refusal(self, error: BaseException) -> str | None:
-        """Return the reason of a permanent error, or None if a retry may succeed."""
+        """Return the reason of `error` as text if it is permanent; return None if a retry may succeed."""
 
     def remote_options(
         self, owner: TierOwner, namespace: str, fingerprint: str, ttl_s: int = 0
@@ -76,9 +76,9 @@ class SharedTierOptions(TierOptions):
 
         If the owner has `on_unavailable`, waits up to `engine_start_s`. If the server does not reply in that
         time, returns a tier that is empty until the server replies. If the owner has no `on_unavailable`,
-        waits up to `start_s` and then raises.
+        waits up to `start_s` and then raises `UnavailableError`.
 
-        Raises: `ConfigError` for an invalid option or a permanent refusal; `UnavailableError`.
+        Raises: `ConfigError` for an invalid option, or if the server permanently refuses the login.
         """
         if owner.block_bytes == 0:
             why = "a replay without data has no bytes to store; use simulated:CAPACITY"

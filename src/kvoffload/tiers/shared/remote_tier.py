@@ -50,7 +50,8 @@ from kvoffload.tiers.waiting import Backoff, wait_until
 from kvoffload.transfer import Blocks, Rows
 
 _WRITE_TIMEOUT_FACTOR = 5.0
-"""Default timeout of a write, as a multiple of the timeout of a read. No request waits for a write."""
+"""Default timeout of a write, as a multiple of the timeout of a read. Writes may take longer, because no
+request waits for a write."""
 CLOSE_S = 2 * CONNECT_S
 """Longest wait of `close`, for all threads together. A connection attempt takes at most `CONNECT_S`."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
@@ -63,8 +64,8 @@ class RemoteRequest:
     """The tier's state of a request.
 
     Attributes:
-        counted: keys that the admission rule has counted for this request.
-        reported: record of the path's groups that `BlockGroups.add_path` has added.
+        counted: keys that the admission rule has already counted for this request.
+        reported: record of the groups of the request's path that `BlockGroups.add_path` has added.
     """
 
     counted: set[bytes] = field(default_factory=set)
@@ -86,37 +87,40 @@ class ConnectingTier(SharedTier):
 
 
 class RemoteTier(ConnectingTier, GroupedTier):
-    """Blocks in a server that several machines share. Every read is verified.
+    """Blocks in a server that several machines share.
 
     `SharedTier` and `GroupedTier` document the methods. In addition:
 
-    - A block is served only if name, producer, namespace, epoch, key, length and checksum match its write.
-      Any other block is a miss, is counted, and is deleted on the server. Equal keys mean equal bytes, so
-      the order of writes by several machines does not matter.
+    - Every read verifies each block's name, producer, namespace, epoch, key, length and checksum. A block
+      that fails the check is a miss, is counted as a mismatch, and is deleted on the server. Blocks with
+      equal keys have equal bytes, so it does not matter in which order several machines write them.
     - A job ends by its deadline. Its result contains the blocks that were received and verified in time.
       Nothing writes to the job's rows after its end.
     - Three consecutive failures open the circuit breaker of the server. A read or write that has transferred
-      some of its blocks by its deadline is no failure. While the breaker is open, every block is a miss at
-      once, and queued jobs end. Only handshakes are sent, every few seconds.
+      some of its blocks by its deadline is no failure. While the breaker is open, every block is a miss
+      without a request to the server, and queued jobs end. Only handshakes are sent, every few seconds.
     - Probes, reads and writes also have a breaker each, which three consecutive failures open. After a pause
-      one attempt is sent, and no request waits for it. The attempt closes the breaker or opens it again.
+      the tier makes one attempt, for which no request waits. If the attempt succeeds, the breaker closes;
+      otherwise the next pause begins.
     - After a confirmed reset, new reads on all machines return no block from before the reset. Until the
       reset is confirmed, this tier is empty.
-    - If the server becomes a replica, the tier connects again, and is empty until it has found the master.
+    - If a failover makes the server a replica, the tier connects again, and is empty until it has found the
+      master.
     - Each exchange about blocks checks the epoch. If a server loses its epoch, the next handshake creates a
       new epoch. Earlier blocks of the server are never found again.
-    - The server evicts blocks. The tier never lists the server's contents and deletes only damaged blocks.
-    - With `groups`, consecutive blocks of a path share an object. Only whole groups are written, and only
-      blocks of reported paths (`extend_path`) can be found.
+    - The server evicts blocks, not the tier. The tier deletes only damaged blocks, and never lists the
+      server's contents.
+    - With `groups`, consecutive blocks of a request's path share an object. Only whole groups are written,
+      and only blocks of reported paths (`extend_path`) can be found.
 
     Args:
         name: name in reports and metrics.
         admission: chooses the blocks to write. If it is None, all blocks are written.
         groups: groups of blocks that share an object; None if each block has its own name.
-        clock: monotonic seconds, for the presence cache and pauses.
+        clock: returns monotonic seconds, for the presence cache and pauses.
         chance: returns a random number in [0, 1), for the jitter of pauses.
-        history: for a node of a cluster, the history that all nodes share. A node sends nothing before
-            `begin`. None for any other server.
+        history: for a node of a cluster, the history of epochs that all nodes share; None for any other
+            server. A node sends nothing until `begin` is called.
 
     Memory: 16 MiB for the presence cache; 150 bytes for each ended epoch. Thread: the scheduler's; the tier
     runs ``3 * options.num_threads`` threads. Raises: `MisuseError` in a process forked from the tier's
@@ -170,8 +174,8 @@ class RemoteTier(ConnectingTier, GroupedTier):
     def wait_until_open(self, timeout_s: float) -> None:
         """Wait until the first handshake has succeeded, at most `timeout_s` seconds.
 
-        Raises: `UnavailableError` if the handshake fails, or has not succeeded in this time. A handshake that
-            times out is repeated.
+        Raises: `UnavailableError` if the handshake fails, or has not succeeded within this time. After a
+            time-out the handshake is repeated.
         """
 
         def has_outcome() -> bool:
@@ -281,7 +285,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
     def delete(self, keys: Keys) -> int:
         """Mark blocks as absent in this process's presence cache. The server keeps the blocks.
 
-        A read that finds a damaged block deletes it on the server (`Read.damaged`).
+        On the server, only reads delete blocks, namely damaged blocks that they find (`Read.damaged`).
         """
         count = int(np.count_nonzero(self.presence.present(keys.digests)))
         self.presence.learn(keys.digests, np.zeros(len(keys), np.bool_))
@@ -327,7 +331,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
         self.jobs.stop()
 
     def join(self, until: float) -> None:
-        """After `stop`, wait for all threads to end. `until`: time limit (of `time.monotonic`)."""
+        """After `stop`, wait until all threads have ended, or until the time `until` (`time.monotonic`)."""
         self.jobs.join(until)
         self.process_ended()
 
@@ -343,7 +347,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
         """Return True if operations of type `kind` may be sent.
 
         If `kind` is None, return True if the server is usable at all. While an epoch is unknown or a circuit
-        breaker is open, the call also processes replies, and sends handshakes and attempts that are due.
+        breaker is open, each call also processes replies, and sends the handshakes and attempts that are due.
         """
         if os.getpid() != self._pid:
             raise MisuseError("this process was forked from the process that has the tier and cannot use it")
@@ -358,7 +362,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
 
     @property
     def last_error(self) -> Exception:
-        """Last failure of a connection or of the server."""
+        """The last failure of a connection or of the server."""
         return self.peer.last_error
 
     @property
@@ -390,7 +394,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
     # ---- jobs
 
     def _new(self, kind: type[E], keys: Keys, timeout_s: float, **more: Any) -> E:
-        """Create an exchange about blocks, with the number of a new job. The epoch must be known."""
+        """Create an exchange about blocks for a new job. The epoch must be known."""
         epoch = self.peer.epoch
         assert epoch is not None
         return kind(
@@ -412,7 +416,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
         return [exchange for exchange in self.jobs.in_flight.values() if exchange.job not in attempts]
 
     def process_ended(self) -> None:
-        """Process the exchanges that have ended. `finished` returns their results later."""
+        """Process the exchanges that have ended. The next call of `finished` returns their results."""
         for exchange in self.jobs.take_ended():
             self._process(exchange)
 
@@ -516,19 +520,19 @@ class RemoteTier(ConnectingTier, GroupedTier):
     def _not_being_written(self, keys: Keys) -> Mask:
         """Return a mask of the blocks without a write in flight.
 
-        If `keys` contains such a block several times, the mask is True only at its first position.
+        If `keys` contains a block more than once, the mask is False from the second position on.
         """
         new = dict.fromkeys(key for key in keys if key not in self._writing)
         return np.array([new.pop(key, key) is None for key in keys], np.bool_)
 
     def _addressable(self, keys: Keys, wanted: Mask) -> Mask:
-        """Return `wanted` without the blocks whose group, and thus the name of the object, is unknown."""
+        """Return `wanted` without the blocks whose group, and therefore the object's name, is unknown."""
         return wanted if self.groups is None else wanted & self.groups.known(keys.digests)
 
     def _forget_partial_groups(self, keys: Keys) -> None:
-        """Drop each group with an absent block from the presence cache.
+        """Drop all blocks of a group from the presence cache if one of them may be absent on the server.
 
-        An object contains all blocks of its group, or does not exist.
+        An object contains all blocks of its group, so if one block is absent, all are.
         """
         if self.groups is not None and self.group_blocks > 1:
             for group in self.groups.whole(keys):
@@ -537,7 +541,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
                     self.presence.forget(digests)
 
     def _whole_groups(self, keys: Keys, wanted: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-        """Return the rows of `wanted` that form whole groups."""
+        """Return the elements of `wanted` (indices into `keys`) whose blocks form whole groups."""
         if self.groups is None or self.group_blocks == 1 or len(wanted) == 0:
             return wanted
         whole = [group.rows for group in self.groups.whole(keys.take(wanted))]
@@ -545,7 +549,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
         return rows
 
     def _count_use(self, request: object, keys: Keys) -> None:
-        """Count a request's blocks in the admission rule, each block once."""
+        """Count a use of these blocks in the admission rule, once for each request and block."""
         assert isinstance(request, RemoteRequest)
         assert self._admission is not None
         new = np.array([key not in request.counted for key in keys], np.bool_)
@@ -562,7 +566,7 @@ def unavailable(place: str, error: Exception) -> UnavailableError:
 
 
 def _is_from_replica(exchange: Exchange) -> bool:
-    """Return True if the server is a replica now: after a failover, the address leads to another server."""
+    """Return True if the reply came from a replica. After a failover, the master has another address."""
     reply = exchange.error or getattr(exchange, "refused", None)
     return isinstance(reply, ServerError) and reply.code == REPLICA
 

@@ -30,12 +30,12 @@ class RemoteOptions:
         fingerprint: identifies the producer of the blocks; equal on all machines that share the blocks.
         block_bytes: bytes of a block.
         timeout_s: longest duration of a read.
-        probe_timeout_s: longest duration of a probe, and longest wait of a request for probes.
+        probe_timeout_s: longest duration of a probe, and longest time that a request waits for its probes.
         ttl_s: lifetime of a block on the server in seconds; 0 if the server decides.
         write_timeout_s: longest duration of a write; None means five times `timeout_s`.
-        gives_up_at_once: True if the first exceeded deadline opens the circuit breaker. Used in replays,
-            whose deadlines are long.
-        num_threads: number of connections for reads, for writes and for probes.
+        gives_up_at_once: True if the first exceeded deadline opens the circuit breaker. Replays set this,
+            because their deadlines are long.
+        num_threads: number of connections for each type of operation (reads, writes, probes).
     """
 
     namespace: str
@@ -50,7 +50,7 @@ class RemoteOptions:
 
     @property
     def producer(self) -> bytes:
-        """Digest of `fingerprint`, part of all names."""
+        """Digest of `fingerprint`. The names of all blocks contain it."""
         return producer_of(self.fingerprint)
 
 
@@ -74,7 +74,7 @@ class Dialect(Protocol[C]):
     def write(self, connection: C, exchange: Write) -> None: ...
 
     def add_costs(self, stats: TierStats) -> None:
-        """Set the counters of `stats` that only this protocol has. Thread: the scheduler's."""
+        """Set those counters of `stats` that only this protocol has. Thread: the scheduler's."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Server:
         place: address and namespace, for messages.
         connect: connects to the server, by a deadline.
         dialect: performs exchanges over connections.
-        keyspace: epoch keys and names of blocks.
+        keyspace: the epoch keys that this tier uses on the server; it also determines the names of blocks.
     """
 
     place: str

@@ -39,24 +39,24 @@ class Speeds:
     num_wrong: int
 
     def seconds_for(self, num_bytes: float) -> float:
-        """Return the seconds for a probe and a read of `num_bytes`."""
+        """Return how many seconds a probe and then a read of `num_bytes` would take."""
         waiting_s = max(0.0, self.first_s - self.block_bytes / self.get_bytes_per_s)
         return self.probe_s + waiting_s + num_bytes / self.get_bytes_per_s
 
     def worth_from_bytes(self, computed_bytes_per_s: float) -> float | None:
-        """Return the break-even size of a read in bytes: larger reads are faster than computing.
+        """Return the break-even size in bytes. A larger read is faster than computing the blocks again.
 
         Returns None if computing is always faster.
 
         Args:
-            computed_bytes_per_s: bytes of blocks that the engine computes in a second.
+            computed_bytes_per_s: number of bytes of KV cache that the engine computes in a second.
         """
         gained = 1.0 / computed_bytes_per_s - 1.0 / self.get_bytes_per_s
         return self.seconds_for(0.0) / gained if gained > 0 else None
 
 
 def measure_speeds(tier: SharedTier, rounds: int, timeout_s: float) -> Speeds:
-    """Measure a tier that has no other users. Each round resets the tier and writes all blocks again.
+    """Measure the speeds of a tier without other users. Each round resets the tier and writes all blocks.
 
     Args:
         timeout_s: longest wait for a reset or a job.
@@ -103,7 +103,8 @@ def measure_speeds(tier: SharedTier, rounds: int, timeout_s: float) -> Speeds:
 def _wait(tier: SharedTier, job: int, timeout_s: float, all_there: bool = True) -> JobResult:
     """Wait for the only job in flight; returns its result.
 
-    Raises: `UnavailableError` on time-out, for `NO_JOB`, and for lost blocks if `all_there` is True.
+    Raises: `UnavailableError` on time-out, if `job` is `NO_JOB`, or if `all_there` is True and the result
+        lacks blocks.
     """
     until = time.monotonic() + timeout_s
     while job != NO_JOB and time.monotonic() < until:

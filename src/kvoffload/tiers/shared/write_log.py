@@ -10,13 +10,13 @@ MOST_KEYS = 1 << 20
 
 
 class WriteLog:
-    """Blocks that this process has written, until a probe or read finds them missing.
+    """Log of the blocks that this process has written. Lets the tier report which blocks were added and lost.
 
-    Blocks of other processes are not logged. If the server evicts a block, the block stays in the log until a
-    probe or read finds it missing. Logging starts with the first call of `take`.
+    If the server evicts a block, the block stays in the log until a probe or read finds it missing. The log
+    has no blocks of other processes. Logging starts with the first call of `take`.
 
     Args:
-        most_keys: limit of logged blocks. Beyond the limit, the oldest blocks are reported as gone.
+        most_keys: largest number of logged blocks. Beyond it, the oldest blocks are reported as gone.
 
     Memory: 200 bytes a logged block. Cost: one dictionary access a block. Thread: one.
     """
@@ -36,7 +36,7 @@ class WriteLog:
         self._remove([*islice(self._keys, max(0, len(self._keys) - self._most_keys))])
 
     def lost(self, keys: Keys) -> None:
-        """Report the logged blocks among `keys` as gone."""
+        """Report as gone those blocks of `keys` that are logged."""
         if self._keys:
             self._remove([key for key in keys if key in self._keys])
 
@@ -45,10 +45,10 @@ class WriteLog:
         self._remove([*self._keys])
 
     def take(self) -> list[tuple[list[bytes], bool]]:
-        """Return the changes since the last call, in order.
+        """Return the changes of the log since the last call, in order.
 
-        A change is a pair (keys, removed). `removed` is False for written blocks and True for blocks that are
-        gone.
+        Each change is a pair (keys, removed). `removed` is True if the blocks are gone, and False if they
+        were written.
         """
         self._is_wanted = True
         changes, self._changes = self._changes, []

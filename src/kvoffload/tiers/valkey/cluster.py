@@ -1,8 +1,8 @@
 """A cluster of servers as one tier.
 
 Owns the map from blocks to nodes. Each node is a separate tier with its own connections and circuit breaker.
-If a node is dead or hangs, its blocks are misses; blocks of other nodes are not affected. If a block moves to
-another node, it is a miss until a background thread has read the new map.
+If a node is dead or hangs, its blocks are misses; blocks of other nodes are not affected. When the cluster
+moves a block to another node, the block is a miss until a background thread has read the new map.
 """
 
 from __future__ import annotations
@@ -41,20 +41,21 @@ _MAINTAIN_EVERY_S = 0.005
 _NO_NODE = -1
 _FIRST_ROW = np.zeros(1, np.int64)
 _NODES_AT_ONCE = 8
-"""Limit of nodes that one call creates, starts or stops. Eight nodes take about 2 ms of CPU time."""
+"""Largest number of nodes that one call creates, starts or stops, so that the scheduler's thread is not held
+up. Eight nodes take about 2 ms of CPU time."""
 _MOST_NODES = 2 * MOST_MASTERS
-"""Limit of all nodes: nodes in the map, and former nodes with jobs in flight."""
+"""Largest number of nodes. Counts the nodes in the map, and former nodes that still have jobs in flight."""
 
 
 @dataclass(eq=False)
 class _MapChange:
-    """A new map of the cluster. It takes effect when all new nodes have been created.
+    """A new map of the cluster. The map takes effect when all new nodes have been created.
 
     Attributes:
         question: the exchange that read the map.
-        kept: numbers of the nodes with unchanged divisions, by address.
-        new: addresses of nodes that must still be created.
-        made: new nodes created so far, by address. They are not in use yet.
+        kept: for each address whose divisions have not changed, the number of its node, which is kept.
+        new: addresses whose nodes must still be created.
+        made: for each new address whose node has been created, the node. It is not in use yet.
     """
 
     question: MapQuestion
@@ -64,12 +65,15 @@ class _MapChange:
 
 
 class ClusterTier(DividedSharedTier, ConnectingTier):
-    """Blocks in a cluster that several machines share. Each node is a `RemoteTier`. Further properties:
+    """Blocks in a Valkey or Redis cluster that several machines share. Each node is a `RemoteTier`.
 
-    - Each division of the blocks has its own epoch, stored in the division's hash slot. A reset is confirmed
-      when all masters and all connected replicas have the reset.
+    In addition to what `RemoteTier` documents:
+
+    - The blocks are distributed over 256 divisions (`division_of`). Each division has its own epoch, which is
+      stored in the division's hash slot. A reset is confirmed when all masters and all connected replicas
+      have performed it.
     - A block is a miss if its node is dead or unknown, or has lost the block. While nodes or exchanges fail,
-      a background thread reads the map about once a second, from any node.
+      a background thread asks a random node about once a second which nodes have which hash slots (the map).
     - If the divisions of a node change, this process forgets which blocks the node has, and probes again.
 
     Args:
@@ -78,14 +82,15 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
         seeds: nodes from which the first map is read.
         connect: connects to a node and logs in, by a deadline.
         admission: chooses the blocks to write. If it is None, all blocks are written.
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
 
     Attributes:
-        nodes: nodes in the map and former nodes with jobs in flight, by number. Numbers are never reused.
-        numbers: numbers of the nodes in the map, by address.
-        divisions: divisions of each node, by the node's number.
+        nodes: the nodes in the map, and the former nodes that still have jobs in flight. The keys are the
+            nodes' numbers, which are never reused.
+        numbers: for each address in the map, the number of its node.
+        divisions: for each node's number, the divisions of the node.
         homes: for each division, the number of its node, or -1 for none.
-        is_reset_wanted: for each division, True until a requested reset is confirmed.
+        is_reset_wanted: for each division, True from the request for a reset until the reset is confirmed.
 
     Memory: 16 MiB a node, for the presence cache. Thread: the scheduler's. Runs three threads for each node,
     and one for the map.
@@ -136,10 +141,11 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
         self._maintain()
 
     def wait_until_open(self, timeout_s: float) -> None:
-        """Wait up to `timeout_s` for the replies of all nodes. One reply suffices to use the tier.
+        """Wait up to `timeout_s` seconds for all nodes. The tier is usable if at least one node has replied.
 
-        Nodes that have not replied are used once they reply. Raises: `UnavailableError` if no node has
-        replied. Its cause is the error of a node or the network.
+        Nodes that have not replied are used once they reply.
+
+        Raises: `UnavailableError` if no node has replied. Its cause is the error of a node or the network.
         """
 
         def is_complete() -> bool:
@@ -235,7 +241,7 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
     def _maintain(self) -> None:
         """Switch to a new map, start and remove nodes, and request the map again after failures.
 
-        Called often. Does nothing within 5 ms of the last run, unless a map has arrived.
+        Because the tier calls this often, it does nothing in the 5 ms after a run, unless a map has arrived.
         """
         now = self._clock()
         if (now < self._maintain_at and not self._ended) or self._closed or os.getpid() != self._pid:
@@ -264,7 +270,7 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
             self._thread.submit(self._question)
 
     def _remove_some_nodes(self) -> None:
-        """Stop and remove a few former nodes without a job in flight."""
+        """Stop and remove a few of the former nodes that have no job in flight."""
         idle = [number for number in self._leaving() if self.nodes[number].is_idle]
         for number in idle[:_NODES_AT_ONCE]:
             node = self.nodes.pop(number)
@@ -275,14 +281,14 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
             self._removed_stats = sum_of([self._removed_stats, stats])
 
     def _leaving(self) -> list[int]:
-        """Return the numbers of former nodes, the oldest first."""
+        """Return the numbers of the nodes that are no longer in the map, the oldest first."""
         return sorted(self.nodes.keys() - {*self.numbers.values()})
 
     def use_map(self, question: MapQuestion) -> None:
         """Start to switch to a new map. Jobs of nodes that leave the map end normally.
 
-        If there would be more than `_MOST_NODES` nodes, ignores the map, stops some former nodes, and lets
-        the map be read again later.
+        If this would result in more than `_MOST_NODES` nodes, ignores the new map and stops some former
+        nodes. A background thread then reads the map again later.
         """
         kept = {
             address: number
@@ -299,7 +305,7 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
         self.make_some_nodes()
 
     def make_some_nodes(self) -> None:
-        """Create a few of the new nodes. When all exist, the new map replaces the old map."""
+        """Create a few of the nodes that the new map needs. When all exist, the new map takes effect."""
         change = self._change
         if change is None:
             return
@@ -328,7 +334,7 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
         self._candidates = [*well, *numbers, *self._seeds]
 
     def _start_some_nodes(self) -> None:
-        """Start the threads of a few nodes. A later call repeats a failed start."""
+        """Start the threads of a few nodes. If a start fails, a later call repeats it."""
         waiting = [node for n in self.numbers.values() if not (node := self.nodes[n]).peer.has_begun]
         for node in waiting[:_NODES_AT_ONCE]:
             try:

@@ -22,15 +22,15 @@ never reaches the resolver or the log.
 """
 _MOST_PORTS = 1 << 16
 MOST_MASTERS = 128
-"""Limit of masters, because this process runs three threads for each master."""
+"""Largest number of masters. It is limited because this process runs three threads for each master."""
 
 
 @dataclass(eq=False, kw_only=True)
 class MapQuestion(Exchange):
     """Asks one node for the slots of all nodes, on a new connection.
 
-    If the node reports the cluster as down, its map is not used. Such a node cannot reach most masters, and
-    may not know about a failover.
+    If the node reports that the cluster is down, the node's map is not used, because the node cannot reach
+    most masters and may have missed a failover.
 
     Attributes:
         divisions: divisions of each node, in ascending order. Nodes without a division are left out.
@@ -69,7 +69,7 @@ def _ranges(answer: Answer, asked_host: str) -> list[tuple[int, int, Address, in
     Returns a tuple for each range of slots: first slot, last slot, master, and number of replicas.
 
     Args:
-        asked_host: host of the node that sent the reply, for nodes whose host is empty in the reply.
+        asked_host: host of the node that sent the reply. It stands for a host that is empty in the reply.
 
     Raises: `ProtocolError` if a slot is outside of 0 to 16,383, a slot is in two ranges, or a master has no
         port or no plausible host.
@@ -93,7 +93,7 @@ def _ranges(answer: Answer, asked_host: str) -> list[tuple[int, int, Address, in
 
 
 def _address(node: Answer, asked_host: str) -> Address | None:
-    """Parse the address of a master. Return None if the sender of the reply does not know the address."""
+    """Parse the address of a master; return None if the node that sent the reply does not know the host."""
     host, port = node[:2] if isinstance(node, list) and len(node) > 1 else (0, 0)
     if not isinstance(port, int) or not 0 < port < _MOST_PORTS:
         raise ProtocolError(f"CLUSTER SLOTS has a node without a port from 1 to {_MOST_PORTS - 1}")

@@ -1,8 +1,8 @@
 """Distribution of blocks over a cluster: 256 divisions, each with one hash slot and one epoch.
 
-The epoch of a division is in the same hash slot as the division's blocks, so one node has both. If a node
-fails, only the blocks of its divisions are misses. With a single epoch for the whole cluster, all blocks
-would be misses while the node of this epoch is down. Does no I/O.
+The epoch of a division is stored in the same hash slot as the division's blocks, so one node has both.
+Therefore, if a node fails, only the blocks of its divisions are misses. If the whole cluster had a single
+epoch, all blocks would be misses while the node that stores it is down. Does no I/O.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ _SLOTS_BETWEEN = NUM_SLOTS // NUM_DIVISIONS
 
 
 def slot_of(name: bytes) -> int:
-    """Return the hash slot of a name: CRC16 of its tag in braces, or of the whole name, modulo 16,384."""
+    """Return the hash slot of a name: CRC16 of its hash tag in braces, else of the whole name, mod 16,384."""
     begin = name.find(b"{")
     end = name.find(b"}", begin + 1)
     return crc_hqx(name[begin + 1 : end] if begin >= 0 and end > begin + 1 else name, 0) % NUM_SLOTS
 
 
 def divisions_between(first: int, last: int) -> range:
-    """Return the divisions whose slots are in this range, both ends included."""
+    """Return the divisions whose hash slots are in the range from `first` to `last`, both included."""
     return range(-(-first // _SLOTS_BETWEEN), last // _SLOTS_BETWEEN + 1)
 
 
 @cache
 def tags() -> list[str]:
-    """Return the hash tag of each division, by division number.
+    """Return the hash tag of each division. A name with this tag belongs to the division's hash slot.
 
-    The tag is the smallest number (five hexadecimal digits or more) whose slot is 64 times the division's
-    number. Cost: 50 ms, once.
+    The hash slot of division `n` is 64 * `n`. Its tag is the smallest number, written in at least five
+    hexadecimal digits, that hashes to this slot. Cost: 50 ms, once.
     """
     tags_of: dict[int, str] = {}
     number = 0
@@ -55,7 +55,7 @@ def tags() -> list[str]:
 
 
 def division_of(keys: Keys) -> npt.NDArray[np.intp]:
-    """Return the division of each block: the first eight bits of its key's digest."""
+    """Return the division of each block, which is the first eight bits of its key's digest."""
     divisions: npt.NDArray[np.intp] = (keys.digests >> np.uint64(56)).astype(np.intp)
     return divisions
 
@@ -68,10 +68,10 @@ def epoch_names(namespace: str, producer: bytes, divisions: Sequence[int]) -> li
 
 @dataclass(frozen=True)
 class DividedEpoch(Epoch):
-    """The epochs of some divisions. Blocks of other divisions have no epoch.
+    """The epochs of some of the 256 divisions of the blocks. Blocks of other divisions have no epoch.
 
     Attributes:
-        namespace, producer: parts of all names.
+        namespace, producer: both are part of every name.
         divisions: the divisions, each from 0 to 255.
         numbers: epoch number of each division in `divisions`; None if the epoch number is unknown.
     """
@@ -83,7 +83,7 @@ class DividedEpoch(Epoch):
 
     @cached_property
     def _table(self) -> tuple[list[bytes], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-        """Prefix of block names, epoch number (0 if unknown) and checksum seed, for each of 256 divisions."""
+        """Block-name prefix, epoch number (0 if unknown) and checksum seed of each of the 256 divisions."""
         names, place, known = tags(), producer_prefix(self.namespace, self.producer), self._known
         numbers = [known.get(division) or 0 for division in range(NUM_DIVISIONS)]
         seeds = [seed_of(self.namespace, self.producer, number) for number in numbers]

@@ -1,6 +1,6 @@
 """Reports about Valkey servers and the contents of a namespace, for `kvoffload tier`.
 
-Writes nothing except one test key, which is deleted at once or expires after a minute.
+Writes only one test key to each server. It is deleted at once; if this fails, it expires after a minute.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _FORGOTTEN_AFTER_S = b"60"
 _ENOUGH_SAMPLES = 64
 _NAMES_A_CALL, _LENGTHS = b"1000", 20
 _REPLY_S = 5.0
-"""Longest wait for replies, in seconds. A server without a reply then counts as hanging."""
+"""Longest wait for replies, in seconds. A server that has not replied by then counts as hanging."""
 MOST_NAMES = 20_000
-"""Limit of scanned names on each node."""
+"""Number of keys on each node after which a scan stops."""
 
 
 @dataclass(kw_only=True)
@@ -37,10 +37,10 @@ class ServerReport:
 
     Attributes:
         round_trip_s: shortest of five round trips.
-        refused: necessary commands that the connected user may not run, each with the reply.
-        warnings: unsuitable settings, as sentences.
+        refused: necessary commands that the connected user may not run, each with the server's reply.
+        warnings: sentences about unsuitable settings.
         persistence: ``yes``, ``no``, or ``not known``.
-        num_names: number of all keys.
+        num_names: number of all keys on the server.
         hits, misses, evicted: counts since the start of the server.
     """
 
@@ -70,13 +70,13 @@ class ServerReport:
 
 @dataclass(kw_only=True)
 class ProducerReport:
-    """Blocks of one producer in a namespace, among the scanned names.
+    """Counts of the blocks of one producer that a scan of a namespace has found.
 
     Attributes:
         producer: identity of the producer, 32 hexadecimal digits.
         block_bytes: bytes of a block; None if no block was sampled.
         in_epoch: number of blocks of the present epoch.
-        older: number of blocks from before a reset. The server will evict them.
+        older: number of blocks from before the last reset, which the server will evict.
         with_end: 1.0 if any sampled block has a time to live, otherwise 0.0; None if no block was sampled.
         about: text about the producer, untrusted; empty if the server has no text.
     """
@@ -94,8 +94,8 @@ class NamespaceReport:
     """Contents of a namespace, from a bounded scan of all keys on the servers.
 
     Attributes:
-        looked_at: approximate number of scanned keys, of all namespaces.
-        num_names: number of all keys.
+        looked_at: approximate number of scanned keys. Counts the keys of all namespaces.
+        num_names: number of all keys on the servers.
         refused: error reply to the scan; empty if the scan succeeded.
     """
 
@@ -151,7 +151,8 @@ def inspect_server(
     """Report facts about a server and its suitability as a tier.
 
     Args:
-        division: a division of the cluster node; None for a single server.
+        division: any division of the cluster node, so that the test key belongs to this node; None for a
+            single server.
         ttl_s: configured time to live of written blocks in seconds; 0 if there is none.
     """
 
@@ -189,10 +190,7 @@ def inspect_server(
 
 
 def inspect_namespace(connections: Sequence[Connection], namespace: str, deadline: float) -> NamespaceReport:
-    """Report the contents of a namespace on these nodes.
-
-    On each node, stops the scan after about `MOST_NAMES` keys.
-    """
+    """Report the contents of a namespace on these nodes. Scans about `MOST_NAMES` keys on each node."""
     report, producers = NamespaceReport(namespace=namespace), dict[str, ProducerReport]()
     for connection in connections:
         for names in _scanned(connection, report, deadline):
@@ -205,7 +203,7 @@ def inspect_namespace(connections: Sequence[Connection], namespace: str, deadlin
 
 
 def _scanned(connection: Connection, report: NamespaceReport, deadline: float) -> list[list[bytes]]:
-    """Scan a node for the names in a namespace; returns a list of names for each SCAN command."""
+    """Scan a node for names in the report's namespace; returns a list of names for each SCAN command."""
 
     def ask(*words: bytes) -> Answer:
         (answer,) = _answers(connection, [words], deadline)
@@ -235,7 +233,7 @@ def _scanned(connection: Connection, report: NamespaceReport, deadline: float) -
 
 
 def _answers(connection: Connection, commands: Sequence[Sequence[bytes]], deadline: float) -> list[Answer]:
-    """Send commands and return the replies. Raises `TimeoutError` after `_REPLY_S`."""
+    """Send commands and return the replies. Raises `TimeoutError` after `_REPLY_S` or at the deadline."""
     until = min(deadline, time.monotonic() + _REPLY_S)
     connection.send([command(*words) for words in commands], until)
     return [connection.answer(until) for _ in commands]
@@ -248,9 +246,9 @@ def _add(
     namespace: str,
     deadline: float,
 ) -> None:
-    """Add each named block to the counts in its producer's report.
+    """Count the blocks among `names` in the reports of their producers.
 
-    Also reads the size and time to live of the first few blocks, and the texts about producers.
+    Also adds to the reports the size and time to live of the first few blocks, and texts about producers.
     """
     # FORMAT:NAMESPACE:PRODUCER:KIND..., where the kind is `epoch`, `about`, or the number of an epoch.
     by_kind: dict[bytes, list[bytes]] = {b"epoch": [], b"about": [], b"": []}
@@ -285,7 +283,7 @@ def _add(
 def _add_abouts(
     connection: Connection, producers: dict[str, ProducerReport], names: list[bytes], deadline: float
 ) -> None:
-    """Read the texts about producers into their reports, each up to `MAX_BYTES`."""
+    """Read the texts stored under `names`, and add each to its producer's report, up to `MAX_BYTES`."""
     for name in names:
         producer = connection.shown(name.split(b":")[2])
         words = (b"GETRANGE", name, b"0", b"%d" % (MAX_BYTES - 1))

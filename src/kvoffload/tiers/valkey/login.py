@@ -20,7 +20,10 @@ USERNAME, PASSWORD = "KVOFFLOAD_VALKEY_USERNAME", "KVOFFLOAD_VALKEY_PASSWORD"
 
 
 def find_login(password_file: str, tls: ssl.SSLContext | None) -> Login:
-    """Return the login from the environment or a password file. Raises `ConfigError`."""
+    """Return the login from the environment and the password file, if any.
+
+    Raises: `ConfigError` if the password file cannot be read.
+    """
     password = os.environ.get(PASSWORD, "")
     if password_file:
         try:
@@ -32,7 +35,7 @@ def find_login(password_file: str, tls: ssl.SSLContext | None) -> Login:
 
 
 def tls_context(ca: str, cert: str, cert_key: str) -> ssl.SSLContext:
-    """Return a TLS context. Each argument is a file name, or empty. Raises `ConfigError`."""
+    """Create a TLS context from these files; an empty name means no file. Raises `ConfigError`."""
     if cert_key and not cert:
         raise ConfigError("cert", None, "allowed: the file of the certificate that belongs to cert_key")
     field, value = "ca", ca
@@ -47,7 +50,7 @@ def tls_context(ca: str, cert: str, cert_key: str) -> ssl.SSLContext:
 
 
 def _no_pass_phrase() -> str:
-    """Called for an encrypted key. Without this callback, OpenSSL waits for input from the terminal."""
+    """Callback for an encrypted key. Without it, OpenSSL would ask for a pass phrase on the terminal."""
     raise OSError("the key is encrypted; give a key without a pass phrase")
 
 
@@ -62,9 +65,9 @@ def password_in(path: str) -> str:
 class Connector:
     """Connects to the servers of one tier, and caches their addresses.
 
-    The password file, if any, is read again before each connection, and the files of certificates after a
-    change. While a file is unreadable or empty, for example while it is replaced, the last password or
-    certificates are used.
+    So that passwords and certificates can be replaced while an engine runs, the password file, if any, is
+    read again before each connection, and the certificates are read again after their files have changed.
+    While a file is unreadable or empty, the last password or certificates are used.
 
     Args:
         password_file: empty if the password does not come from a file.
@@ -105,7 +108,7 @@ class Connector:
 
 
 def _stamps_of(paths: Sequence[str]) -> list[tuple[int, ...]]:
-    """Return values that change with the files' contents or links."""
+    """Return values that change when the contents of a file change or a symbolic link is replaced."""
     stamps: list[tuple[int, ...]] = []
     for path in filter(None, paths):
         with contextlib.suppress(OSError):

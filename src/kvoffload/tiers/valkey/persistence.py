@@ -24,7 +24,7 @@ def ask_persistence(connection: Connection, question: PersistenceQuestion) -> No
 
 
 def persistence_of(facts: Mapping[str, str], settings: Mapping[str, str]) -> tuple[Persistence, list[str]]:
-    """Return the persistence of a server, and the facts that show it is on, as unescaped text.
+    """Return the state of a server's persistence, and the facts that show that it is on, as unescaped text.
 
     Args:
         facts: reply to ``INFO``; empty if the user lacks the permission.
@@ -44,14 +44,14 @@ def persistence_of(facts: Mapping[str, str], settings: Mapping[str, str]) -> tup
 
 
 def facts_of(answer: Answer) -> dict[str, str]:
-    """Parse the reply to ``INFO``: values by name; empty if the reply is an error."""
+    """Parse the reply to ``INFO`` into a dictionary, which is empty if the reply is an error."""
     text = answer.decode(errors="replace") if isinstance(answer, bytes) else ""
     lines = [line.partition(":") for line in text.split("\r\n") if ":" in line]
     return {name: value for name, _, value in lines}
 
 
 def pairs_of(answer: Answer) -> dict[str, str]:
-    """Parse the reply to ``CONFIG GET``: values by name; empty if the reply is an error."""
+    """Parse the reply to ``CONFIG GET`` into a dictionary, which is empty if the reply is an error."""
     if not isinstance(answer, list):
         return {}
     words = [word.decode(errors="replace") if isinstance(word, bytes) else "" for word in answer]

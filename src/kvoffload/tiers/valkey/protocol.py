@@ -1,7 +1,7 @@
 """Commands of RESP2 that perform exchanges: handshake, probe, read, write.
 
 Owns the commands, and the conditions under which a block counts as read, written or present. Every exchange
-about blocks reads the epoch first, to notice a reset by another machine before any block counts.
+about blocks first reads the epoch. If another machine has reset the cache, no block of the exchange counts.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ from kvoffload.tiers.valkey.resp import MOST_AT_ONCE, Block, Connection, command
 WINDOW_BYTES = 4 << 20
 """Default of `Resp.window_bytes`. The blocks of a window are verified while they are in the CPU's cache."""
 _READ_ONLY = {FULL, "MISCONF"}
-"""Codes of servers that refuse writes, but serve blocks. `MISCONF`: the server cannot save to its disk.
+"""Error codes of servers that refuse writes, but serve blocks. A server replies `MISCONF` if it cannot save
+to its disk.
 
-`READONLY` is not in the set: it comes from a replica, which may lack the last reset."""
+`READONLY` is not in the set, because it comes from a replica, which may have missed the last reset."""
 _ABOUT_S = b"2592000"
-"""Time to live of a producer's text: 30 days. Each handshake stores the text again."""
+"""Time to live of the text about a producer, 30 days in seconds. Each handshake stores the text again."""
 
 
 def valkey_tier(
@@ -51,7 +52,7 @@ def valkey_tier(
     options: RemoteOptions,
     **arguments: Any,
 ) -> RemoteTier:
-    """Return a tier in one server that speaks RESP2. The arguments are arguments of `RemoteTier`."""
+    """Create a tier in one server that speaks RESP2. `arguments` are passed to `RemoteTier`."""
     epoch_key = epoch_name(options.namespace, options.producer)
     keyspace = SingleKeyspace(options.namespace, options.producer, (epoch_key,))
     return RemoteTier(name, Server(place, connect, Resp(), keyspace), options, **arguments)
@@ -62,8 +63,9 @@ class Resp:
     """Client side of RESP2, the protocol of Redis and Valkey servers. Implements `Dialect`.
 
     Attributes:
-        window_bytes: limit of the bytes of blocks in a window, which is one pipeline. A write reads all
-            replies to a window before it sends the next. A read requests one window in advance.
+        window_bytes: most bytes of blocks in a window. A window is the blocks whose commands are sent as one
+            pipeline. A write reads all replies to a window before it sends the next window. A read requests
+            the next window before it receives the present one.
         most_at_once: largest number of blocks that the client receives together.
     """
 
@@ -72,7 +74,7 @@ class Resp:
     reports_persistence: bool = True
 
     def add_costs(self, stats: TierStats) -> None:
-        """Add nothing: requests are free."""
+        """Do nothing, because requests to a server cost no money."""
 
     def persistence(self, connection: Connection, exchange: PersistenceQuestion) -> None:
         ask_persistence(connection, exchange)
@@ -176,8 +178,8 @@ class _Reading:
     def receive(self, window: slice, most_at_once: int) -> None:
         """Receive and verify the blocks of a window, several at a time.
 
-        An absent block, or a block of another length, is received alone. Afterwards the number of blocks at a
-        time restarts at one and doubles up to `most_at_once`.
+        If a block is absent or has another length, it is received alone. Because more such blocks may follow,
+        only one block is received next; then the number of blocks doubles each time, up to `most_at_once`.
         """
         read, row, at_once = self._read, window.start, most_at_once
         while row < window.stop:
@@ -191,7 +193,7 @@ class _Reading:
         self.verify()
 
     def verify(self) -> None:
-        """Verify the blocks that have arrived since the last call."""
+        """Verify the headers and checksums of the blocks that have arrived since the last call."""
         at, read = np.array(self._arrived, np.int64), self._read
         self._arrived.clear()
         if len(at):
@@ -200,7 +202,7 @@ class _Reading:
             read.damaged[at] = ~read.ok[at]
 
     def _parts(self, row: int) -> Block:
-        """Return the memory for the values of a block."""
+        """Return the memory into which the values of a block are received."""
         at, head, block = HEADER_BYTES * row, head_bytes(self._read.block_bytes), self._read.row(row)
         first = [self._header_bytes[at : at + HEADER_BYTES], block[:head]]
         return [first] if head == self._read.block_bytes else [first, [block[head:]]]
@@ -223,7 +225,7 @@ class _Reading:
 
 
 def _values(exchange: BlockExchange, names: list[bytes]) -> list[list[bytes]]:
-    """Return the names of the blocks' values: one list, or two lists if blocks have two values."""
+    """Return the names of the blocks' first values and, if blocks have second values, the names of these."""
     is_whole = head_bytes(exchange.block_bytes) == exchange.block_bytes
     return [names] if is_whole else [names, rest_names(names)]
 
@@ -231,8 +233,8 @@ def _values(exchange: BlockExchange, names: list[bytes]) -> list[list[bytes]]:
 def _check_epoch(connection: Connection, exchange: BlockExchange, keys: EpochKeys) -> Mask:
     """Receive the epoch numbers; returns a mask of the blocks whose epoch is as expected.
 
-    Raises: `CacheResetError` if an epoch has changed; `ServerError` for an error reply, unless the slot has
-        moved.
+    Raises: `CacheResetError` if an epoch has changed; `ServerError` for an error reply, unless the reply
+        means that another node has the hash slot.
     """
     confirmed, was_reset = np.zeros(len(keys.names), np.bool_), False
     replies = connection.short_replies(len(keys.names), exchange.deadline)
@@ -261,7 +263,7 @@ def _delete_damaged(connection: Connection, read: Read, names: list[bytes]) -> N
 
 
 def _store(connection: Connection, write: Write, names: list[bytes], at: npt.NDArray[np.int64]) -> None:
-    """Send the blocks in these rows, then read all replies."""
+    """Send the blocks with the indices `at`, then read all replies."""
     per_block = 1 if head_bytes(write.block_bytes) == write.block_bytes else 2
     connection.send(_set_commands(write, names, at), write.deadline)
     lines = connection.lines(per_block * len(at), write.deadline, len(b"+OK\r\n"))
@@ -278,7 +280,7 @@ def _store(connection: Connection, write: Write, names: list[bytes], at: npt.NDA
 
 
 def _set_commands(write: Write, names: list[bytes], at: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
-    """Return the SET commands of the blocks in these rows, as buffers. Framing and values alternate."""
+    """Return the SET commands of the blocks `at` as buffers, which alternate between framing and values."""
     headers = write.epoch.headers(write.keys.take(at), write.addresses(at), write.block_bytes).tobytes()
     options = [b"EX", b"%d" % write.ttl_s] if write.ttl_s else []
     end = b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in options)
@@ -308,7 +310,7 @@ def _set_commands(write: Write, names: list[bytes], at: npt.NDArray[np.int64]) -
 def _commands(verb: bytes, *names: list[bytes]) -> list[bytes]:
     """Encode several commands with the same verb.
 
-    ``names[i][j]`` is argument `i` of command `j`. All values of one argument must have equal lengths.
+    ``names[i][j]`` is argument `i` of command `j`. All names in one list must have equal lengths.
     """
     if not names[0]:
         return []
@@ -320,8 +322,8 @@ def _commands(verb: bytes, *names: list[bytes]) -> list[bytes]:
 def _read_epoch(connection: Connection, exchange: Handshake) -> int | ServerError:
     """Read the replies to SET and GET of an epoch key; returns the epoch.
 
-    If another cluster node holds the key, returns that error reply. Raises every other error reply, and
-    `ProtocolError` for an invalid epoch.
+    If another node of the cluster has the key, returns the error reply that says so. Raises any other error
+    reply, and `ProtocolError` if the epoch is missing or invalid.
     """
     replies = [connection.reply(exchange.deadline) for _ in ("SET", "GET")]
     is_read_only = isinstance(replies[0], ServerError) and replies[0].code in _READ_ONLY
@@ -360,8 +362,8 @@ def _wait_for_replicas(connection: Connection, exchange: Handshake) -> None:
 def _rights_commands(epoch_key: bytes) -> bytes:
     """Return EXISTS and DEL commands on unused keys, which check the user's permissions.
 
-    If a permission is missing, the handshake fails. Without this check, every probe would fail later, or
-    damaged blocks would stay on the server.
+    If a permission is missing, the handshake fails. Without this check, a missing permission for EXISTS would
+    let every probe fail, and a missing permission for DEL would leave damaged blocks on the server.
 
     The keys of EXISTS are in two hash slots unless the epoch key has a tag. So a node of a cluster that is
     used as a single server replies CROSSSLOT, even if the node has the slot of the epoch key.
@@ -373,7 +375,7 @@ def _rights_commands(epoch_key: bytes) -> bytes:
 def _check_rights(connection: Connection, deadline: float) -> None:
     """Read the replies to `_rights_commands`.
 
-    Raises `ServerError` for an error reply, unless the slot has moved.
+    Raises `ServerError` for an error reply, unless the reply means that another node has the hash slot.
     """
     for reply in [connection.reply(deadline) for _ in ("EXISTS", "DEL")]:
         if isinstance(reply, ServerError) and not reply.is_elsewhere:

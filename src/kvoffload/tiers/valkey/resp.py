@@ -26,25 +26,26 @@ Reply: TypeAlias = "bytes | int | ServerError | None"
 Answer: TypeAlias = "Reply | list[Answer]"
 """A reply of any type; an array is a list."""
 Block: TypeAlias = Sequence[Sequence[memoryview]]
-"""Memory for the values of a block: a sequence of buffers for each value."""
+"""Memory for the values of a block. Each value has a sequence of buffers."""
 
 _LINE_BYTES = 4096
 _MOMENT = struct.pack("ll", 0, 5_000)
-"""5 ms as a ``timeval``. A call may exceed its deadline by up to 5 ms."""
+"""Time-out of one system call, 5 ms as a ``timeval``. A method may exceed its deadline by up to 5 ms."""
 _MOST_ANSWER_BYTES, _MOST_NESTED = 1 << 20, 16
 _MOST_BUFFERS = 512
-"""Limit of buffers in one call; `sendmsg` and `recvmsg` accept 1,024."""
+"""Largest number of buffers in one system call; `sendmsg` and `recvmsg` accept 1,024."""
 MOST_AT_ONCE = 128
-"""Limit of blocks in one `blocks_into` call. A block has up to five buffers."""
+"""Largest number of blocks in one call of `blocks_into`. A block has up to five buffers."""
 _RECORD_BYTES = 16 << 10
 _END = b"\r\n"
 _SHORTEST_LINE_BYTES = 4
-"""Length of ``:1`` with its line end."""
+"""Length of the reply ``:1`` with its line end."""
 _ELEMENT_BYTES = 16
-"""Bytes of an element's Python object, which count for the limit of an answer (`_MOST_ANSWER_BYTES`)."""
+"""Bytes that each element of a reply adds to the reply's size, which `_MOST_ANSWER_BYTES` limits. The bytes
+stand for the element's Python object."""
 _MOST_DIGITS = 19
 SHORT_WAIT_S = 0.05
-"""Longest wait for all expected bytes, in seconds. Afterwards, the bytes that have arrived are read."""
+"""Longest wait until all expected bytes have arrived, in seconds. Then the bytes that are there are read."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Login:
 
 
 def command(*words: bytes) -> bytes:
-    """Encode a command: an array of these words."""
+    """Encode a command, which is an array of the words."""
     parts = [b"*%d\r\n" % len(words)]
     parts += [b"$%d\r\n%b\r\n" % (len(word), word) for word in words]
     return b"".join(parts)
@@ -80,8 +81,8 @@ class Connection:
 
     Args:
         addresses: cache of resolved hosts; None to resolve the host for this connection alone.
-        silence_s: if the server neither sends nor accepts a byte for this time, the call fails. Used in
-            replays, whose deadlines are long.
+        silence_s: a call fails if the server neither sends nor accepts a byte for this time. Replays set it,
+            because their deadlines are long.
 
     Raises:
         OSError: a failure of the network, or `TimeoutError` at the deadline or after `silence_s`. Close the
@@ -157,7 +158,7 @@ class Connection:
         return text.replace(self._password, MASK) if self._password else text
 
     def abort(self) -> None:
-        """Make the call in progress fail. Thread: any."""
+        """Make the call that another thread has in progress fail. Thread: any."""
         with contextlib.suppress(OSError):
             # Not `SSLSocket.shutdown`: it drops the TLS state first, and another thread may be sending.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
@@ -168,7 +169,7 @@ class Connection:
 
     @property
     def is_in_step(self) -> bool:
-        """True if the connection is open and no unexpected byte has arrived. Valid between exchanges.
+        """True if the connection is open and no unexpected byte has arrived. Only valid between exchanges.
 
         Over TLS, bytes in the socket are not checked, because they may be messages of the TLS protocol.
         """
@@ -212,18 +213,18 @@ class Connection:
         return answer
 
     def answer(self, deadline: float) -> Answer:
-        """Read a reply of any type, up to 1 MiB. An array becomes a list. Slow; for rare commands."""
+        """Read a reply of any type, up to 1 MiB. An array becomes a list. This is slow, for rare commands."""
         self._answer_bytes_left = self._most_answer_bytes = _MOST_ANSWER_BYTES
         return self._answer(deadline, _MOST_NESTED)
 
     def lines(self, count: int, deadline: float, shortest: int = _SHORTEST_LINE_BYTES) -> list[bytes]:
-        """Read `count` replies of one line each; returns unparsed lines: ``:1``, ``-ERR ...``.
+        """Read `count` replies of one line each; returns the lines unparsed, such as ``:1`` or ``-ERR ...``.
 
-        Faster than `reply`.
+        This is faster than `reply`.
 
         Args:
-            shortest: usual length of a reply, line end included. The thread sleeps until about
-                ``count * shortest`` bytes have arrived, but at most `SHORT_WAIT_S`.
+            shortest: usual length of a reply, line end included. To wake up only once, the thread sleeps
+                until about ``count * shortest`` bytes have arrived, but at most `SHORT_WAIT_S`.
         """
         lines: list[bytes] = []
         while len(lines) < count:
@@ -238,7 +239,7 @@ class Connection:
         return lines
 
     def short_replies(self, count: int, deadline: float) -> list[Reply]:
-        """Read `count` replies, each a value of one line, an error, or a null. Faster than `reply`."""
+        """Read `count` replies, each a value of one line, an error or a null. This is faster than `reply`."""
         replies: list[Reply] = []
         length = None
         while len(replies) < count:
@@ -260,10 +261,11 @@ class Connection:
         return replies
 
     def value_into(self, parts: Sequence[memoryview], most_bytes: int, deadline: float) -> Reply:
-        """Receive a value into these parts; returns the value's length, None for a null, or the error.
+        """Receive a value into the memory `parts`; returns the value's length, None for a null, or an error.
 
-        A value that does not fit the parts exactly is discarded. Raises `ProtocolError` if such a value is
-        longer than `most_bytes`.
+        If the value's length is not the length of all `parts` together, its bytes are discarded.
+
+        Raises: `ProtocolError` if a value to discard is longer than `most_bytes`.
         """
         line = self._line(deadline)
         kind, text = line[:1], line[1:]
@@ -289,10 +291,10 @@ class Connection:
     def blocks_into(self, blocks: Sequence[Block], deadline: float) -> int:
         """Receive the values of these blocks with few system calls; returns the number of received blocks.
 
-        Stops before a block with a null, an error or a value of another length. The caller must read the
-        replies of this block with `value_into`. If at least one block has arrived, a deadline or the end of
-        the connection is no error. The memory of the other blocks is undefined. Over TLS,
-        receives nothing and returns 0.
+        Stops before a block with a null, an error or a value of another length. The caller must then read the
+        replies of this block with `value_into`. If at least one block has arrived, an exceeded deadline or
+        the end of the connection is no error. The memory of the blocks that were not received is undefined.
+        Over TLS, receives nothing and returns 0.
 
         Args:
             blocks: memory of at most `MOST_AT_ONCE` blocks of equal layout.
@@ -328,10 +330,7 @@ class Connection:
         self._begin, self._end = 0, len(received)
 
     def _move_unused(self, buffers: Sequence[memoryview]) -> int:
-        """Move received but unparsed bytes from the receive buffer into `buffers`.
-
-        Returns the number of moved bytes.
-        """
+        """Move received but unparsed bytes from the receive buffer into `buffers`; returns their number."""
         count = 0
         for buffer in buffers:
             size = min(len(buffer), self._end - self._begin)
@@ -399,8 +398,8 @@ class Connection:
     def _wait_for(self, num_bytes: int, deadline: float) -> None:
         """Wait until `num_bytes` can be received, the connection ends, or `SHORT_WAIT_S` is over.
 
-        A server sends the reply to each SET separately. One wake-up of the thread for each reply would cost
-        as much CPU time as sending a block.
+        Without this wait, each reply to a SET would wake up the thread, because a server sends them
+        separately. A wake-up costs as much CPU time as sending a block.
         """
         if not self._is_plain or num_bytes <= _SHORTEST_LINE_BYTES:
             return
@@ -412,7 +411,7 @@ class Connection:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
 
     def _receive_more(self, deadline: float) -> None:
-        """Receive more bytes behind the unused bytes. Requires fewer than `_LINE_BYTES` unused bytes."""
+        """Receive bytes into the buffer, after the unused bytes, which must be fewer than `_LINE_BYTES`."""
         unused = self._held[self._begin : self._end]
         self._buffer[: len(unused)] = unused
         self._begin, self._end = 0, len(unused)
@@ -442,8 +441,8 @@ class Connection:
     def _raise_alert(self) -> None:
         """After a failed `send`, raise the TLS alert that the server sent before it closed the connection.
 
-        Raises nothing if there is no alert. With TLS 1.3, a server that refuses the client's certificate
-        sends its alert after the client's handshake.
+        The alert contains the reason. For example, with TLS 1.3 a server may refuse the client's certificate
+        only after the client's handshake. Raises nothing if there is no alert.
         """
         if isinstance(self._socket, ssl.SSLSocket):
             self._socket.settimeout(0.0)
@@ -456,14 +455,11 @@ class Connection:
                 pass
 
     def _until(self, deadline: float) -> float:
-        """Return the time until which to wait for the next byte: `silence_s` from now, or the deadline."""
+        """Return the time until which to wait for the next byte: `silence_s` from now, at most `deadline`."""
         return min(deadline, time.monotonic() + self._silence_s)
 
     def _patience_s(self, until: float, deadline: float) -> float:
-        """Return the seconds left until the time `until`, which `_until` has returned.
-
-        Raises `TimeoutError` if that time has passed.
-        """
+        """Return the seconds left until `until`, a result of `_until`. Raises `TimeoutError` if none are."""
         seconds = until - time.monotonic()
         if seconds <= 0.0 and until < deadline:
             raise TimeoutError(f"nothing received for {self._silence_s:g} s")
@@ -471,7 +467,9 @@ class Connection:
 
 
 class _BlockLayout:
-    """Layout of blocks in a stream without nulls. A value is a line ``$LENGTH``, the bytes, and a line end.
+    """Layout of blocks in a stream of replies, if no reply is a null.
+
+    A value consists of a line ``$LENGTH``, the bytes, and a line end. All but the bytes is the framing.
 
     Attributes:
         num_bytes: length of one block in the stream, framing included.

@@ -1,4 +1,4 @@
-"""Conversion of other recordings to traces: other formats, conversations in text, and tables of lengths.
+"""Conversion of recordings to traces: files of other formats, texts of conversations, tables of lengths.
 
-Each kind of source is a file in `sources`. The contract is `source.Source`; `convert.convert` runs a source.
+Each kind of recording has a file in `sources`, which implements `source.Source`. `convert.convert` uses it.
 """

@@ -14,14 +14,15 @@ _MAX_SALT_BYTES = 64
 
 
 class Keys:
-    """Computes 64-bit ids: the BLAKE2b hash, keyed with a salt, of the previous id and the block's content.
+    """Computes the 64-bit ids of blocks, so that an id identifies a whole prefix but reveals no prompt.
 
-    With the same salt, equal prefixes have equal ids. An id reveals no prompt, and cannot be guessed without
-    the salt. If the source already has ids, each id is hashed together with the previous id. So an id of the
-    trace identifies a whole prefix, even if the source's id identifies only the content of one block.
+    A block's id is the BLAKE2b hash of the id before it and of the block's content, keyed with a salt. With
+    the same salt, equal prefixes have equal ids; without the salt, an id cannot be guessed. If the source
+    already has ids, the block's id in the source takes the place of the content. Therefore an id of the trace
+    identifies a whole prefix, even if the source's id identifies only the content of one block.
 
-    If a trace has 100 million different blocks, two of them have the same id with a probability of 1/3,700.
-    The reader of the trace then rejects the second line, because the same id follows different blocks.
+    In a trace with 100 million different blocks, two blocks have the same id with a probability of 1/3,700.
+    The reader of the trace then rejects the later line, because the same id follows different blocks.
 
     Args:
         salt: None for a random salt.
@@ -43,14 +44,14 @@ class Keys:
         return chain
 
     def root(self, cache_salt: str) -> list[BlockId]:
-        """Return a list with the id that precedes a prompt's first block. It is derived from `cache_salt`.
+        """Return a list with an id, derived from `cache_salt`, that precedes the prompt's first block.
 
-        The list is empty if `cache_salt` is empty.
+        If `cache_salt` is empty, the list is empty.
         """
         return Keys.after(self, (), [cache_salt.encode()]) if cache_salt else []
 
     def of(self, ids: Iterable[BlockId]) -> list[BlockId]:
-        """Return the hashed ids of a prompt's blocks. `ids`: the blocks' ids in the source, in order."""
+        """Return the hashed ids of a prompt's blocks, given the blocks' `ids` in the source, in order."""
         return self.after((), [str(block_id).encode() for block_id in ids])
 
     def name(self, text: str) -> str:

@@ -31,7 +31,7 @@ class IncompleteError(CombinedConfigError):
 
     Attributes:
         kind: name of the source.
-        missing: the options.
+        missing: the options that are missing or unusable.
     """
 
     def __init__(self, kind: str, missing: Sequence[Missing]) -> None:
@@ -47,11 +47,11 @@ class Converted:
     """Summary of a conversion.
 
     Attributes:
-        source, assumed, block_tokens: fields of the trace's header.
+        source, assumed, block_tokens: as in the trace's header.
         block_refs: number of blocks of all requests; a block counts once for each request that has it.
-        unordered_requests: number of requests whose arrival time is before the time of a preceding line; 0 if
-            the source does not promise an order. Readers of the trace sort all requests by arrival time.
-        remarks: notes of the source for the user.
+        unordered_requests: number of requests that arrived earlier than a request on a line before; 0 if the
+            source does not promise an order. Readers of the trace sort all requests by arrival time.
+        remarks: notes for the user about the result (`Source.remarks`).
     """
 
     source: str
@@ -77,13 +77,13 @@ def convert(
 ) -> Converted:
     """Convert a recording to a trace. In the trace, the first request arrives at time 0.
 
-    The output is written to ``OUT.part``, which is renamed at the end.
+    The output is first written to ``OUT.part``, which is renamed when it is complete.
 
     Args:
         place: a file, ``-``, or the address of a KV event publisher (``tcp://host:port``).
-        out: path of the output. None counts as a missing option.
-        source: name of a source, with its parameters. If it is None, the source is detected from the first
-            record.
+        out: path of the output. If it is None, the output counts as a missing option.
+        source: name of the recording's format (`Source.name`), with parameters. If it is None, the format is
+            detected from the first record.
         block_tokens: block size of the trace. If it is None, the block size in the file's header is used, or
             else the default of the source.
         tokenizer: a ``tokenizer.json``, for text.
@@ -123,7 +123,7 @@ def convert(
 
 
 def _kind_of(place: str, source: str | None) -> type[Source]:
-    """Return the source by its name, or detect it: by the address, or by the first record of the file."""
+    """Return the class for the name `source`; if it is None, detect it by the address or the first record."""
     path = Path(place)
     if is_address(place):
         return SOURCES.find(source or "kv_events")
@@ -133,7 +133,7 @@ def _kind_of(place: str, source: str | None) -> type[Source]:
 
 
 def example_out(place: str) -> str:
-    """Suggest a name for the output: ``sharegpt.jsonl.zst`` for ``sharegpt.json``."""
+    """Suggest a name for the output, such as ``sharegpt.jsonl.zst`` for ``sharegpt.json``."""
     stem = "" if Path(place) == STDIN or is_address(place) else Path(place).name.split(".")[0]
     name = f"{stem or 'trace'}.jsonl.zst"
     return f"{stem}.trace.jsonl.zst" if Path(name).exists() else name
@@ -147,8 +147,8 @@ def _wrong_tokenizer(problem: ConfigError, tokenizer: Path | None) -> Missing:
 def _missing(source: Source, place: str) -> list[Missing]:
     """Return the required options that are missing.
 
-    They depend on the first record. The record is read, unless the source is a stream, which can be read only
-    once.
+    Which options are required depends on the first record. This function reads it, unless the recording is a
+    stream, which can be read only once.
     """
     if is_address(place) or is_stream(Path(place)):
         return source.missing(b"")
@@ -234,7 +234,7 @@ def _write_lines(
 
 
 def _announce_disorder(partial: Path, suffix: str, shift_ms: int) -> None:
-    """Rewrite a trace with lines out of order: add `shift_ms` to all times, and set `in_order` to False."""
+    """Rewrite a trace whose lines are out of order: add `shift_ms` to all times, set `in_order` to False."""
     shifted = partial.with_name(partial.name + ".shifted")
     try:
         with (

@@ -14,23 +14,24 @@ from kvoffload.errors import ConfigError
 _SCHEMES = ("tcp://", "ipc://", "inproc://")
 _POLL_MS = 200
 _NUM_PARTS = 3
-"""Parts of a message: topic, sequence number, payload."""
+"""Number of parts of a message. The parts are topic, sequence number and payload."""
 _NO_BATCH = b"null"
 
 
 def is_address(text: str) -> bool:
-    """Return True if a text is the address of a publisher."""
+    """Return True if a text is the address of a KV event publisher, such as ``tcp://host:port``."""
     return text.startswith(_SCHEMES)
 
 
 def batches(address: str, lost: list[int]) -> Iterator[tuple[int, bytes]]:
     """Yield the batches of a publisher as JSON, numbered from 1, until Ctrl-C.
 
-    A message that is not a batch is yielded as ``null``, for example if another program publishes.
+    If a message is not a batch, for example because another program publishes at the address, yields
+    ``null``.
 
     Args:
-        lost: a list with one number, to which the number of lost batches is added. Gaps in the sequence
-            numbers show lost batches.
+        lost: a list with one element, to which the number of lost batches is added. Batches are lost if the
+            sequence numbers have gaps.
 
     Thread: any. On the main thread Ctrl-C ends the iteration between two batches; on another thread, close
     the iterator.
@@ -64,7 +65,7 @@ def batches(address: str, lost: list[int]) -> Iterator[tuple[int, bytes]]:
 
 @contextmanager
 def _until_interrupted() -> Iterator[Event]:
-    """Yield an event that Ctrl-C sets, so that Ctrl-C does not interrupt the processing of a batch."""
+    """Yield an event. Ctrl-C sets it, instead of interrupting the processing of a batch."""
     over = Event()
     if current_thread() is not main_thread():
         yield over
@@ -77,7 +78,7 @@ def _until_interrupted() -> Iterator[Event]:
 
 
 def _as_json(payload: bytes) -> bytes:
-    """Convert a payload from MessagePack to JSON. Returns `_NO_BATCH` if this is impossible."""
+    """Convert a payload from MessagePack to JSON; return `_NO_BATCH` if this is impossible."""
     try:
         return msgspec.json.encode(_printable(msgspec.msgpack.decode(payload)))
     except (msgspec.MsgspecError, TypeError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Iterates over the elements of a JSON array. Memory does not depend on the length of the array."""
+"""Iterates over the elements of a JSON array. The memory does not depend on the array's length."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvoffload.traces.lines import numbered_lines
 
 _CHUNK_BYTES = 1 << 16
 LARGEST_ELEMENT = 1 << 28
-"""Longest element in characters; a longer element counts as invalid JSON."""
+"""Largest length of an element in characters. A longer element counts as invalid JSON."""
 _SEPARATORS = re.compile(r"[ \t\r\n,]*")
 
 
 def is_array(path: Path) -> bool:
-    """Return True if a file is a JSON array of objects. The first line shows this: ``[`` alone, or ``[{``."""
+    """Return True if a file is a JSON array of objects, that is, if its first line is ``[`` or ``[{...``."""
     first = next((text.strip() for _, text in numbered_lines(path)), b"")
     return first.startswith(b"[") and (first == b"[" or first[1:].lstrip().startswith(b"{"))
 
@@ -76,17 +76,17 @@ class _Buffer:
 
     @property
     def wanted_bytes(self) -> int:
-        """Number of bytes to read next.
+        """Number of bytes to read next, which doubles the buffer.
 
-        Each read doubles the buffer. After each read, the parser starts again at the element's beginning.
-        With reads of a fixed size, the time would thus grow with the square of the element's length.
+        After each read, the parser starts again at the beginning of the element. If all reads had the same
+        size, the time would therefore grow with the square of the element's length.
         """
         return max(_CHUNK_BYTES, len(self._text))
 
     def fill(self, chunk: bytes) -> bool:
-        """Append a chunk. Returns False if the array has ended.
+        """Append a chunk, which is empty at the end of the file. Returns False if the array has ended.
 
-        Raises `json.JSONDecodeError` for an incomplete element at the end of the file.
+        Raises: `json.JSONDecodeError` if the file ends within an element.
         """
         if self._is_over:
             return False
@@ -98,7 +98,7 @@ class _Buffer:
         return True
 
     def elements(self) -> Iterator[tuple[int, bytes]]:
-        """Yield all complete elements. Raises `json.JSONDecodeError` if the next element is too large."""
+        """Yield the elements that are complete. Raises `json.JSONDecodeError` if an element is too large."""
         text, start = self._text, _skip_separators(self._text, 0)
         while text[start : start + 1] != "]":
             try:

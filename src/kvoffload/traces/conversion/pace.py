@@ -22,10 +22,10 @@ THINK_TIME_S = LogNormal(140, 1.0)
 
 
 class Pace:
-    """Arrival times of conversations at a constant rate, in the order of the file.
+    """Assigns arrival times to conversations, so that they begin at a constant rate in the file's order.
 
-    One conversation begins in each interval of ``60 / per_minute`` seconds, at a random time. The gaps
-    between its turns are drawn from `THINK_TIME_S`. Deterministic on every machine.
+    One conversation begins in each interval of ``60 / per_minute`` seconds, at a random time within the
+    interval. The gaps between its turns are drawn from `THINK_TIME_S`. The times are equal on every machine.
 
     Memory: the pending turns of open conversations.
     """
@@ -36,7 +36,7 @@ class Pace:
         self._pending: list[tuple[float, int, Request]] = []
 
     def begin(self, turns: Sequence[Request]) -> Iterator[Request]:
-        """Schedule the turns of a conversation. Yields the turns that arrive before the next interval."""
+        """Schedule a conversation. Yields all scheduled turns that arrive before the next interval."""
         time_s = (self._num_begun + self._random()) * self._spacing_s
         self._num_begun += 1
         for turn in turns:
@@ -47,7 +47,7 @@ class Pace:
             yield heapq.heappop(self._pending)[2]
 
     def rest(self) -> Iterable[Request]:
-        """Yield all scheduled turns that were not yielded yet."""
+        """Yield the remaining scheduled turns, after the last conversation."""
         while self._pending:
             yield heapq.heappop(self._pending)[2]
 
@@ -69,7 +69,7 @@ class PacedSource(Source):
 
     @abstractmethod
     def has_time(self, record: bytes) -> bool:
-        """Return True if a record has an arrival time. Raises `BadLineError`."""
+        """Return True if a record has an arrival time. Raises `BadLineError` for a bad record."""
 
     def missing(self, record: bytes) -> list[Missing]:
         try:
@@ -85,8 +85,8 @@ class PacedSource(Source):
     def arriving(self, time_s: float | None, turns: Sequence[Request]) -> Iterable[Request]:
         """Return the requests to write next.
 
-        If the record has a time (`time_s`), returns its `turns`. If it has none, schedules `turns`, and
-        returns the turns that are due now (`Pace.begin`).
+        If the record has an arrival time (`time_s`), returns its `turns`. Otherwise schedules `turns`, and
+        returns the scheduled turns that are now due (`Pace.begin`).
         """
         if time_s is not None:
             if self._pace is not None:

@@ -25,11 +25,11 @@ class Request:
     """A request of a trace.
 
     Attributes:
-        time_s: arrival time in seconds since a point in time that is the same for all requests of a source.
+        time_s: arrival time in seconds, since a point in time that is the same for all requests of a source.
         ids: ids of the full blocks of the prompt.
         session: name of the session, from `Keys.name`; empty if the recording does not name it.
-        served_tokens: mapping: place of the recorded server's cache -> number of prompt tokens that were
-            cached there; None if unknown.
+        served_tokens: for each cache of the recorded server (such as ``gpu``), how many prompt tokens it
+            served; None if unknown.
     """
 
     time_s: float
@@ -43,13 +43,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Given:
-    """Objects and settings that a source uses.
+    """Objects and settings that `convert` gives to a source.
 
     Attributes:
         keys: computes the ids of blocks.
         block_size: block size of the trace.
         tokens: the tokenizer. If the user gave no tokenizer, its use raises `ConfigError`.
-        header: header of the recording, or the default.
+        header: header of the recording, or the default header.
     """
 
     keys: Keys
@@ -65,7 +65,7 @@ class Missing:
     Attributes:
         problem: the error for the user.
         flag: the option, such as ``--tokenizer``; empty for the output.
-        example: a valid value of the option. For ``--from`` it is a parameter of the source:
+        example: a valid value of the option. For ``--from`` it is a parameter of the source, such as
             ``per_minute=60``.
     """
 
@@ -84,8 +84,8 @@ class Source(ABC):
     Attributes:
         name: the format's name in ``--from``.
         block_tokens: default number of tokens per block of the trace; None means 512.
-        has_ids: True if the records contain block ids. If so, the trace has the block size of the records,
-            and can keep their ids.
+        has_ids: True if the records contain block ids. The trace then has the records' block size, and can
+            keep their ids.
     """
 
     name: ClassVar[str]
@@ -107,9 +107,9 @@ class Source(ABC):
         return numbered_lines(Path(place), progress)
 
     def missing(self, record: bytes) -> list[Missing]:
-        """Return the required options that are missing. `record` is the first record.
+        """Return the required options that are missing, given the first record.
 
-        Returns an empty list for an unreadable record. Raises nothing.
+        If the record is unreadable, returns an empty list. Raises nothing.
         """
         return []
 
@@ -128,15 +128,15 @@ class Source(ABC):
 
     @property
     def assumed(self) -> str:
-        """The assumption that is made where data are missing; empty if there is none.
+        """The assumption that replaces data that the recording lacks; empty if nothing is assumed.
 
-        Known after the first request.
+        Valid after the first request.
         """
         return ""
 
     @property
     def assumes_ms(self) -> bool:
-        """True if times are read as ms because their unit is not stated. Known after the first request."""
+        """True if times are read as ms because their unit is not stated. Valid after the first request."""
         return False
 
     def remarks(self) -> list[str]:
@@ -148,7 +148,7 @@ SOURCES: Registry[Source] = Registry("from", Source, "kvoffload.traces.conversio
 
 
 _LEVELS = ("debug ", "info ", "warning ", "error ", "(apiserver", "(enginecore")
-"""Beginnings of lines of vLLM's log, in lower case: log levels and names of processes."""
+"""Texts with which a line of vLLM's log begins, in lower case. They are log levels and process names."""
 
 
 def kind_of(path: Path) -> type[Source]:

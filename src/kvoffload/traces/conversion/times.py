@@ -15,9 +15,9 @@ the year 5138."""
 
 
 def seconds_of(field: str, value: object) -> float:
-    """Convert a time to seconds. The time is in seconds, in milliseconds since 1970, or in ISO 8601.
+    """Convert a time to seconds. The time is a number of seconds, milliseconds since 1970, or ISO 8601 text.
 
-    ISO 8601 without a zone is UTC. Raises `BadLineError`.
+    A text without a time zone is read as UTC. Raises `BadLineError` if the time is none of these.
     """
     if isinstance(value, str):
         if match := _CALENDAR.fullmatch(value.strip()):

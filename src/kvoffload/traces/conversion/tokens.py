@@ -11,7 +11,7 @@ from kvoffload.errors import ConfigError
 
 
 class Tokens:
-    """Placeholder for a tokenizer that was not given: every call raises `ConfigError`.
+    """Placeholder for a tokenizer that the user did not give. Every call raises `ConfigError`.
 
     Attributes:
         is_given: True if the user gave a tokenizer.
@@ -29,9 +29,9 @@ class Tokens:
 
 
 class FileTokens(Tokens):
-    """A Hugging Face tokenizer, from a ``tokenizer.json`` or its directory. Raises `ConfigError`.
+    """A Hugging Face tokenizer, loaded from a ``tokenizer.json`` or the directory that contains it.
 
-    Thread: any, one call at a time.
+    Thread: any, one call at a time. Raises: `ConfigError` if it cannot be loaded.
     """
 
     is_given = True

@@ -1,1 +1,1 @@
-"""Formats of trace files. Each module here has one format. The contract is `traces.format.TraceFormat`."""
+"""Formats of trace files, one module for each format. Each implements `traces.format.TraceFormat`."""

@@ -3,16 +3,16 @@
 A line is one request: ``{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [id,
 ...]}``, with optional hints: `finish_reason`, `session_over`, `priority`, `time_to_live_s`, `tenant`, and an
 optional `session` (or `session_id`, `conversation_id`, `chat_id` with or without `parent_chat_id`). Other
-fields and null are ignored. Only full blocks count: the first ``input_length // block_tokens`` ids. One more
-id, of a partial block, may follow. An id identifies a prefix, so all occurrences of an id have the same
-predecessor. A line that breaks these rules is a bad line.
+fields and null are ignored. Only full blocks count, which have the first ``input_length // block_tokens``
+ids. One more id, of a partial block, may follow. Because an id identifies a whole prefix, an id has the same
+predecessor wherever it occurs. A line that breaks these rules is a bad line.
 
 The first line may be a `Header`. Headers may also occur later, in concatenated files.
 
 Requests are sorted by time if the lines are not in order. The logger ``kvoffload.traces`` then warns with the
 number of late requests, unless a header has ``"in_order": false``.
 
-Variants of other writers are accepted. Ids that are strings or do not fit in 64 bits are renumbered. All
+Files of other writers are accepted, too. Ids that are strings or do not fit in 64 bits are renumbered. All
 times are read as seconds if any time has a fraction, or if `load_trace` gets the `time_unit` ``s``.
 """
 
@@ -55,7 +55,7 @@ _LOGGER = logging.getLogger("kvoffload.traces")
 
 
 class Line(SessionNames, omit_defaults=True):
-    """A line: one request."""
+    """A line of the file, which is one request."""
 
     timestamp: _Time | _Seconds
     input_length: _Count
@@ -235,7 +235,7 @@ class _Requests:
         self._names, self._number_of_session = NamedSessions(), dict[str, int]()
 
     def add(self, number: int, text: bytes) -> None:
-        """Append the request of a line, or apply a header. Raises `BadLineError` without appending."""
+        """Append the request of a line, or apply a header. For a bad line, only raises `BadLineError`."""
         if (header := header_in(text)) is not None:
             self._apply(header)
             return
@@ -293,7 +293,7 @@ class _Requests:
         return kept
 
     def named(self, name: str) -> str:
-        """Return the name for reports, with the assumptions of the headers."""
+        """Return the trace's name for reports: `name`, and the assumptions that the headers state."""
         return f"{name} (assumed: {self.assumed})" if self._assumed else name
 
     @property
@@ -308,7 +308,7 @@ class _Requests:
         return self._number_of.setdefault(block_id, -1 - len(self._number_of))
 
     def _as_in_file(self, block_id: int) -> str:
-        """Return the JSON text of an id, for messages. Undoes `_numbered`."""
+        """Return the id as it is in the file, as JSON text for messages. Reverses `_numbered`."""
         if not self._number_of or block_id >= 0:
             return str(block_id)
         return json.dumps(list(self._number_of)[-1 - block_id], ensure_ascii=False)
@@ -319,15 +319,12 @@ class _Requests:
         return bool(self._number_of) and int(np.count_nonzero(_int64s(self.ids) < 0)) != self._num_numbered
 
     def prompt_tokens(self) -> _Int64s | None:
-        """Return the number of tokens of each prompt. None if all prompts end with a whole block."""
+        """Return the number of tokens of each prompt; None if all prompts end with a whole block."""
         tokens = _int64s(self.input_tokens)
         return tokens if (tokens != _int64s(self.lengths) * self.block_size.tokens).any() else None
 
     def named_sessions(self) -> npt.NDArray[np.int32] | None:
-        """Return `Trace.sessions`.
-
-        Returns None if no name occurs twice, because the names then identify requests, not sessions.
-        """
+        """Return `Trace.sessions`; None if no name occurs twice, because names then identify requests."""
         numbers = _int64s(self.sessions)
         named = numbers[numbers != _NO_SESSION]
         different, codes, _ = codes_by_appearance(named)
@@ -338,7 +335,7 @@ class _Requests:
         return sessions
 
     def served_tokens(self) -> dict[str, _Int64s] | None:
-        """Return `Trace.served_tokens`; None if a request has no numbers of cached tokens."""
+        """Return `Trace.served_tokens`; None if any request lacks the numbers of cached tokens."""
         served = [tokens for tokens in self.served if tokens is not None]
         if not served or len(served) < len(self.served):
             return None
@@ -348,9 +345,9 @@ class _Requests:
         }
 
     def time_unit(self) -> str:
-        """Return the unit of the times, ``s`` or ``ms``; empty if the unit is not known.
+        """Return the unit of the times, ``s`` or ``ms``; empty if it is unknown.
 
-        The unit is not known if all times are whole numbers and no header states it.
+        The unit is unknown if all times are whole numbers and no header states it.
         """
         return SECONDS if self._are_seconds else MILLISECONDS if self._has_unit else ""
 
@@ -360,7 +357,7 @@ class _Requests:
         return np.round(1000.0 * times if self._are_seconds else times).astype(np.int64)
 
     def offsets(self) -> _Int64s:
-        """Return the index in `ids` of each request's first id, then the end of the last request."""
+        """Return the index in `ids` of each request's first id, and as last element the length of `ids`."""
         return offsets_of(_int64s(self.lengths))
 
     def chained(self) -> tuple[_Int64s, npt.NDArray[np.int32]]:
@@ -378,7 +375,7 @@ class _Requests:
         return block_ids, refs
 
     def _refuse(self, position: int, first: int) -> None:
-        """Raise `BadLineError`: an id has different predecessors at the indices `position` and `first`."""
+        """Raise `BadLineError`, because the id at `position` and at `first` has different predecessors."""
         ids, offsets, numbers = self.ids, self.offsets(), self.line_numbers
         here, there = (int(np.searchsorted(offsets, at, "right")) - 1 for at in (position, first))
         block_id = self._as_in_file(ids[position])
@@ -394,7 +391,7 @@ class _Requests:
     def without_broken_chains(self) -> _Requests:
         """Return the requests that neither repeat an id nor contradict an earlier request.
 
-        A request contradicts another if the same id has different predecessors in the two requests.
+        Two requests contradict each other if an id has different predecessors in them.
         """
         kept, parents, num_broken = list[int](), dict[int, int | None](), 0
         for request, (start, end) in enumerate(pairwise(self.offsets().tolist())):

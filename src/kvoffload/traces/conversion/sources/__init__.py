@@ -1,1 +1,1 @@
-"""Kinds of sources, one file each. The contract is `traces.conversion.source.Source`."""
+"""Readers of recordings, one file for each format. Each implements `traces.conversion.source.Source`."""

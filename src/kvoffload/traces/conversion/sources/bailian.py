@@ -29,7 +29,7 @@ _decode = msgspec.json.Decoder(_Line).decode
 
 class Bailian(Source):
     """Lines with `chat_id`, `parent_chat_id`, `timestamp`, `input_length`, `output_length`, `type`, `turn`,
-    `hash_ids`. A chat and all chats that descend from it are one session."""
+    `hash_ids`. A session consists of a chat without a parent and of all chats that descend from it."""
 
     name = "bailian"
     block_tokens: ClassVar[int | None] = 16

@@ -20,7 +20,7 @@ _decode = msgspec.json.Decoder().decode
 
 @dataclass
 class _Open:
-    """A request that may still store more blocks."""
+    """An inferred request that may still store more blocks."""
 
     begun_s: float
     last_s: float
@@ -32,11 +32,12 @@ class _Open:
 class KVEvents(Source):
     """Batches in vLLM's encoding, as JSON lines or live from vLLM's publisher (``tcp://host:port``).
 
-    Requests are inferred. Consecutive blocks of a chain that are stored at most `gap_s` seconds apart form
-    one request. The blocks before them in the chain are the cached prefix of the prompt. If a batch after the
-    request's first batch stores a single block, the block counts as generated. A request that computed no
-    whole block leaves no event. The trace lacks such requests, so it has less reuse than the engine had. Only
-    events of the GPU's cache and of the first KV group count.
+    Events do not name requests, so requests are inferred. Consecutive blocks of a chain that are stored at
+    most `gap_s` seconds apart form one request. The blocks before them in the chain are the cached prefix of
+    its prompt. The first batch of a request stores prompt blocks; if a later batch stores a single block, the
+    block counts as generated. A request that computed no whole block leaves no event. Because the trace lacks
+    such requests, it has less reuse than the engine had. Only events of the GPU's cache and of the first KV
+    cache group count.
 
     Memory: proportional to the blocks in the GPU's cache.
     """
@@ -103,7 +104,7 @@ class KVEvents(Source):
         return remarks
 
     def _counts(self, kind: str, event: dict[str, Any]) -> bool:
-        """Return True if the event clears all blocks, or concerns the first KV group in the GPU's cache.
+        """Return True if the event clears all blocks, or concerns the GPU's cache and the first KV group.
 
         Raises `BadLineError` if the size of stored blocks is not the block size of the trace.
         """
@@ -121,8 +122,8 @@ class KVEvents(Source):
     ) -> None:
         """Raise `BadLineError` if an event of the batch would make a block its own ancestor.
 
-        Runs before the first event is applied, so that a bad batch changes nothing. Blocks that the batch
-        removes still count as ancestors.
+        Called before the first event of the batch is applied, so that a bad batch changes nothing. Blocks
+        that the batch removes still count as ancestors.
         """
         parents: dict[Any, Any] = {}
         # The chains of open requests by last block, in segments; None: the request has other blocks by now.
@@ -170,10 +171,9 @@ class KVEvents(Source):
         return dict.fromkeys(reversed(path))
 
     def _path(self, rank: Any, block_hash: Any, newer: dict[Any, Any]) -> tuple[dict[Any, None], bool]:
-        """Return this block and its ancestors, last block first; and True if no ancestor is unknown.
+        """Return this block and its ancestors, last block first. Also return True if all ancestors are known.
 
-        `newer`: parents that replace the recorded parents. Raises `BadLineError` if a block is its own
-        ancestor.
+        The parents in `newer` replace recorded parents. Raises `BadLineError` if a block is its own ancestor.
         """
         path: dict[Any, None] = {}
         while block_hash is not None:
@@ -197,7 +197,7 @@ class KVEvents(Source):
             del self._open[key]
 
     def _ended(self) -> list[Request]:
-        """Remove and return the requests that arrived before the oldest open request, in order of arrival."""
+        """Remove and return the requests that have ended, in order of arrival, up to the first open one."""
         size, ended = self.given.block_size.tokens, []
         while self._in_order and self._in_order[0].is_over:
             request = self._in_order.popleft()
@@ -208,7 +208,10 @@ class KVEvents(Source):
 
 
 def _event(event: Any) -> tuple[str, dict[str, Any]]:
-    """Return kind and fields of an event: an object, or an array in older vLLM. Raises `BadLineError`."""
+    """Return the kind and the fields of an event, which is an object, or in older vLLM an array.
+
+    Raises: `BadLineError` if the event is invalid.
+    """
     if isinstance(event, list) and event and isinstance(event[0], str):
         names = _FIELDS if event[0] == "BlockStored" else ("block_hashes", "medium")
         event = {"type": event[0], **dict(zip(names, event[1:], strict=False))}

@@ -1,5 +1,5 @@
-"""Source: tables of lengths, such as the CSV files of Azure and BurstGPT. They do not show which prefixes
-requests share, so this must be assumed.
+"""Source: tables of prompt and answer lengths, such as the CSV files of Azure and BurstGPT. They do not show
+which prefixes requests share, so this must be assumed.
 """
 
 from __future__ import annotations
@@ -26,16 +26,15 @@ _MOST_TOKENS = 2**31
 class Lengths(Source):
     """A table with columns for time, prompt tokens and generated tokens.
 
-    The parameter `reuse` determines which blocks are assumed to be shared:
+    The parameter `reuse` determines which prefixes requests are assumed to share:
 
-    - `none`: prompts share nothing. This is the lower bound of reuse.
-    - `continued`: a prompt continues a *context*, which is the prompt and the answer of an earlier request.
-      The context must have been used in the last `within_s` seconds, and no other request may have continued
-      it. The longest such context that is not longer than the prompt is chosen. This is nearly the upper
-      bound.
-    - `sessions`: requests with the same session id form one conversation, if the gaps are below `within_s`
-      seconds. A prompt that is shorter than the last context starts a new context. Requests without an id
-      share nothing.
+    - `none`: prompts share nothing. This gives the lower bound of reuse.
+    - `continued`: each prompt continues a *context*, which is the prompt and the answer of an earlier
+      request. The prompt continues the longest context that is not longer than the prompt, was used in the
+      last `within_s` seconds, and was not continued by another request. This gives nearly the upper bound.
+    - `sessions`: requests with the same session id form one conversation, if the gaps between them are below
+      `within_s` seconds. If a prompt is shorter than the conversation's context, it starts a new context.
+      Requests without a session id share nothing.
     """
 
     name = "lengths"
@@ -127,7 +126,7 @@ class Lengths(Source):
         return count
 
     def _context(self, time_s: float, input_tokens: int, session: str) -> int:
-        """Return the number of the context that this request continues, or of a new context."""
+        """Return the number of the context that this request continues; if there is none, begin a new one."""
         self._close_before(time_s - self.within_s)
         name: object = None
         if self.reuse == "sessions":

@@ -1,4 +1,4 @@
-"""Source: traces of Mooncake or kvoffload. The conversion hashes their ids, or adds a header."""
+"""Source: traces of Mooncake or kvoffload, to hash their ids or to add a header."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from kvoffload.traces.trace import MILLISECONDS, SECONDS
 class Mooncake(Source):
     """Lines with `timestamp`, `input_length`, `output_length`, `hash_ids`; docs/formats.md describes them.
 
-    The parameter `time_unit` is ``s`` if whole numbers are seconds. By default whole numbers are
-    milliseconds, and numbers with fractions are seconds.
+    The parameter `time_unit` is ``s`` if all times are in seconds. By default, times that are whole numbers
+    are in milliseconds, and times with fractions are in seconds.
     """
 
     name = "mooncake"

@@ -28,7 +28,7 @@ _ROLES = {
     "bing": "assistant",
     "bard": "assistant",
 }
-"""ShareGPT's role names -> OpenAI's."""
+"""OpenAI's name of a role, by ShareGPT's name."""
 _ANSWERS = ("completion", "response", "answer", "output")
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
@@ -37,12 +37,12 @@ _decode = msgspec.json.Decoder(dict[str, Any]).decode
 class Text(PacedSource):
     """A JSON array or JSON lines. A record with a time or a `body` is one request.
 
-    Every other record with messages is a conversation, with a request for each answer. A conversation is a
-    session. A single request may name its session (`SESSION_FIELDS`, in the record or in `body`).
+    Every other record with messages is a conversation, which becomes one session with a request for each
+    answer. A record that is one request may name its session (`SESSION_FIELDS`, in the record or in `body`).
 
     Each message is tokenized separately in the frame ``<|im_start|>role\\n...<|im_end|>\\n``, so that a turn
-    begins with all tokens of the previous turn. The model's own template may differ by a few tokens per
-    message. A `prompt` has no frame.
+    begins with all tokens of the previous turn. The model's own chat template may differ by a few tokens per
+    message. If a record has a `prompt` instead of messages, the prompt has no frame.
     """
 
     name = "text"
@@ -93,7 +93,7 @@ class Text(PacedSource):
         return self.arriving(time_s, [replace(turn, time_s=time_s or 0.0, session=session) for turn in turns])
 
     def _request(self, tokens: list[int], fields: Mapping[str, Any], answer: int | None = None) -> Request:
-        """Create the request of a prompt; `answer` is the number of output tokens, if known."""
+        """Create the request of a prompt. `answer` is the number of output tokens, or None if unknown."""
         if answer is None:
             answer = self._answer_tokens(fields)
         ids = self.given.keys.after((), blocks_of(tokens, self.given.block_size.tokens))
@@ -101,10 +101,7 @@ class Text(PacedSource):
         return Request(0.0, len(tokens), answer, ids, Hints(reason if isinstance(reason, str) else ""))
 
     def _last(self, messages: list[tuple[str, str]], fields: Mapping[str, Any]) -> Request:
-        """Create one request with all messages.
-
-        If the assistant wrote the last message, that message is the answer.
-        """
+        """Create one request from all messages. If the last message is the assistant's, it is the answer."""
         answer = None
         if messages[-1][0] == "assistant":
             answer = len(self._closed(messages.pop()[1]))
@@ -114,7 +111,7 @@ class Text(PacedSource):
         return self._request(tokens + self._opening("assistant"), fields, answer)
 
     def _turns(self, messages: list[tuple[str, str]]) -> Iterator[Request]:
-        """Yield a request for each answer, and one for the messages after the last answer."""
+        """Yield a request for each answer, and a last request if messages follow the last answer."""
         size, tokens = self.given.block_size.tokens, list[int]()
         ids: list[int | str] = []
         for number, (role, text) in enumerate(messages):

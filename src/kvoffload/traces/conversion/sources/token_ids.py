@@ -37,7 +37,7 @@ class TokenIds(PacedSource):
     """Lines with `prompt_token_ids` (or `token_ids`, `input_ids`, `tokens`), each an independent request.
 
     Optional fields: `timestamp` (seconds or ISO 8601), `output_length` or `output_token_ids`, a session
-    (`NamedSessions`), and vLLM's `cache_salt`: requests with different salts share no blocks.
+    (`NamedSessions`), and vLLM's `cache_salt`. Requests with different salts share no blocks.
     """
 
     name = "token_ids"
