@@ -158,7 +158,7 @@ class TierOptions(ABC):
     def _settings(self, before: str, between: str, encode: Callable[[str], str] = str) -> str:
         """Format the options that differ from their defaults, each as ``name=value``.
 
-        `between` separates the options. If there are any, `before` precedes them.
+        `between` separates the options. If there are options, `before` precedes them.
         """
         settings = [
             f"{option.name}={encode(str(getattr(self, option.name)))}"

@@ -116,7 +116,10 @@ class _Server:
         *,
         is_sub_agent: bool = False,
     ) -> int:
-        """Append the requests of a conversation and its sub-agents to `requests`. Returns its end in ms."""
+        """Append the requests of a conversation and its sub-agents to `requests`.
+
+        Returns the time in ms when the conversation ends.
+        """
         workload = self._workload
         mean_turns = workload.sub_agent_turns if is_sub_agent else workload.turns
         prompts: list[_Context] = []

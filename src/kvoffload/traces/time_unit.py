@@ -19,7 +19,8 @@ _MOST_TOKENS_PER_S = 1000
 have medians of 2 to 14. If ms is assumed for times in seconds, the medians are 2,000 to 14,000."""
 _FEWEST_TURNS = 20
 _LONGEST_S = 3600
-"""Limit of the duration of a checked recording: an hour if its unit is ms, 41 days if its unit is s."""
+"""Duration, read as ms, up to which a recording is checked, in seconds. If the unit really is s, this is 41
+days."""
 
 
 def in_unit(trace: Trace, unit: str | None, name_or_path: str | Path) -> Trace:

@@ -198,7 +198,7 @@ class Trace:
         return offsets, starts + np.arange(offsets[-1])
 
     def of_requests(self, requests: npt.NDArray[np.integer]) -> Trace:
-        """Select requests, in this order. Cost: 0.1 s per million block references."""
+        """Return a trace of only these requests, in this order. Cost: 0.1 s per million block references."""
         offsets, places = self.places_of(requests)
         refs = self.refs[places]
         first = np.full(self.unique_blocks, len(refs), np.int64)

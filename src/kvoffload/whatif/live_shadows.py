@@ -179,7 +179,7 @@ class LiveShadows:
 
     @contextlib.contextmanager
     def _contained(self) -> Iterator[None]:
-        """Return a context that logs an error instead of raising it. The error removes all shadows."""
+        """Return a context that, instead of raising an error, logs it and removes all shadows."""
         try:
             yield
         except Exception as error:
