@@ -162,7 +162,11 @@ def test_an_invalid_file_of_prompts_is_refused(line: str, message: str, tmp_path
         ({}, ("--chunk-tokens", "x"), "chunk-tokens: 'x' is invalid"),
         ({}, ("--chunk-tokens", "256,\u00b2"), "chunk-tokens: '\u00b2' is invalid"),
         ({}, ("--chunk-tokens", "256,0"), "chunk-tokens: '0' is invalid"),
-        ({}, ("--token-ids", "5:99", "--prompts", "x"), "--prompts or --token-ids, not both"),
+        (
+            {},
+            ("--token-ids", "5:99", "--prompts", "x"),
+            "token-ids: '5:99' is invalid; allowed: --prompts or --token-ids, not both",
+        ),
         ({}, ("--prometheus", "/"), "prometheus: '/' is invalid; allowed: a regular file, or a new one"),
     ],
 )

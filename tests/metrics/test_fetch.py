@@ -85,8 +85,17 @@ def test_an_endless_answer_is_refused(server: str, monkeypatch: pytest.MonkeyPat
     "address", ["", "http://", "ftp://host/metrics", "http://[bad", "host:0", "http://host:99999"]
 )
 def test_invalid_addresses_are_refused(address: str) -> None:
-    with pytest.raises(ConfigError, match="an HTTP address, such as http://localhost:8000/metrics"):
+    with pytest.raises(ConfigError, match=r"an HTTP address .* such as http://localhost:8000/metrics"):
         metrics_url(address)
+
+
+@pytest.mark.parametrize(
+    "address", ["http://me:hunter2@host:8000", "me:hunter2@host:8000", "http://me:hunter2@host:x"]
+)
+def test_password_in_an_address_is_refused_and_masked(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"\*\*\*@host.*without user name and password") as refusal:
+        metrics_url(address)
+    assert "hunter2" not in str(refusal.value)
 
 
 @pytest.mark.parametrize(

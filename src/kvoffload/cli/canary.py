@@ -88,7 +88,8 @@ class Options(FormatOptions, QuietOptions):
     def check(self) -> None:
         """Check options that exclude each other. Raises `ConfigError`."""
         if self.prompts is not None and self.token_ids is not None:
-            raise ConfigError("token-ids", str(self.token_ids), "allowed: --prompts or --token-ids, not both")
+            text = f"{self.token_ids.start}:{self.token_ids.stop - 1}"
+            raise ConfigError("token-ids", text, "allowed: --prompts or --token-ids, not both")
         if self.prometheus is not None:
             check_regular("prometheus", self.prometheus)
 

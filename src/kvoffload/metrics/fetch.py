@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvoffload.errors import ConfigError, UnavailableError
+from kvoffload.tiers.spec import redacted
 
 MAX_BYTES = 32 << 20
 """Longest accepted reply, in bytes. The metrics of an engine have about 100 KiB."""
@@ -26,8 +27,9 @@ def metrics_url(address: str, *, field: str = "url") -> str:
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         is_address = False
-    if not is_address:
-        raise ConfigError(field, address, "allowed: an HTTP address, such as http://localhost:8000/metrics")
+    if not is_address or parts.username is not None:
+        why = "allowed: an HTTP address without user name and password, such as http://localhost:8000/metrics"
+        raise ConfigError(field, redacted(address), why)
     path = parts.path.rstrip("/")
     if not path or path.endswith("/v1"):
         path = path.removesuffix("/v1") + "/metrics"
