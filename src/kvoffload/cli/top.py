@@ -283,7 +283,7 @@ def _state(tier: TierRates) -> str:
 
 
 def _lines(engine: EngineRates, prefix: str) -> Iterator[RenderableType]:
-    """Yield lines on an engine's tokens, copies, misses, tenants, other settings and faults."""
+    """Yield lines on an engine's tokens, copies, misses, tenants, what-if estimates and faults."""
     if engine.is_restarted:
         yield Text(f"{prefix}the server has restarted: counters began again", "yellow")
     if engine.requests is not None:

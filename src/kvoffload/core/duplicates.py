@@ -64,7 +64,8 @@ def reuse_duplicates(cache: Cache, path: Path, new: Entering) -> None:
 def keep_duplicate(cache: Cache, slot: int, kept: Entering) -> None:
     """Remove a block from the duplicates and add it to `kept`, because the device drops the block.
 
-    The caller returns the blocks of `kept` to the policy's order.
+    From now on, the block is a normal block: the caller passes the blocks of `kept` to the policy, which
+    orders them again.
     """
     unlink(cache.duplicates.links, slot)
     copy_key(kept.keys, kept.count, cache.index.keys, slot)

@@ -176,7 +176,7 @@ class StorePlan(_Plan):
     def slots(self) -> SlotArray:
         """Slot of each key: shape ``(len(keys),)``, int32.
 
-        The last ``len(evicted)`` of these slots held the blocks that the store evicts, in the order of
+        The last ``len(evicted)`` of these slots held the evicted blocks before the store, in the order of
         `evicted`.
         """
         return Entering.array(self.memory, "slots", self.num_stored)

@@ -227,7 +227,8 @@ class RequestContext:
         return Path.array(self.memory, "found", count)
 
     def used(self, count: int) -> tuple[I32Array, BoolArray]:
-        """Return the blocks that the last batch uses, as arguments of a policy's `access` (views)."""
+        """Return two views, the arguments of a policy's `access`: the slots of the blocks that the last batch
+        uses, and for each slot True if its block was used before."""
         start = memoryview(self.memory).cast("q")[_USED]
         return (
             Used.array(self.memory, "slots", count, start),

@@ -148,7 +148,8 @@ class PoolDirectory:
 
     @property
     def num_members(self) -> int:
-        """Number of engines with a record: the live ones, and dead ones before `bury` removed them."""
+        """Number of engines with a record: live engines, and dead engines whose record `bury` has not yet
+        removed."""
         return sum(self.is_member(number) for number in range(MAX_MEMBERS))
 
     def is_member(self, number: int) -> bool:

@@ -296,9 +296,10 @@ def _ends_and_middle(values: Sequence[int]) -> list[int]:
 def _kept(rows: dict[Cell, Measured], setups: Sequence[Setup], difference: Difference) -> list[Setup]:
     """Select up to `KEPT` setups, ranked by the number of purchases at which a setup is the best.
 
-    Setups that are the best equally often rank by the number of purchases at which they do not differ
-    significantly from the best. Infeasible rows count only if all rows of a purchase are infeasible. Of
-    setups with equal results everywhere (`_are_equal`), only the first is selected.
+    A tie between two setups is decided by a second number: at how many purchases the setup is not
+    significantly worse than the best setup. A purchase's infeasible rows count only if the purchase has no
+    feasible row. If setups have equal results at every purchase (`_are_equal`), only the first of them is
+    selected.
     """
     wins: dict[Setup, tuple[int, int, float]] = dict.fromkeys(setups, (0, 0, 0.0))
     by_purchase: dict[Purchase, list[Measured]] = {}

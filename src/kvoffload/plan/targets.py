@@ -177,7 +177,8 @@ def beside(rows: Sequence[Measured], chosen: Measured) -> Measured | None:
 
 
 def other_ram(rows: Sequence[Measured], chosen: Measured) -> Measured | None:
-    """Find the best feasible row of the same purchase with separate instead of shared RAM, or vice versa."""
+    """Find the best feasible row that has the purchase of `chosen`, but separate RAM if `chosen` has shared
+    RAM, or shared RAM if `chosen` has separate RAM."""
     rivals = [
         measured
         for measured in rows

@@ -1,6 +1,7 @@
 """Offline optimum: the highest hit ratio that any policy can reach on a trace.
 
-The computation knows the whole trace, but no managers, slots or policies.
+The computation uses the whole trace, including the future of each request. It uses no manager, slots or
+policies.
 """
 
 from __future__ import annotations

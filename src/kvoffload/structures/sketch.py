@@ -87,7 +87,8 @@ def _word(line: int, h: np.uint64, row: int) -> int:
 
 @inline
 def _shift(h: np.uint64, row: int) -> np.uint64:
-    """Return the number, from 0 to 60, of the bit at which a key's counter begins in its word (`_word`)."""
+    """Return the first bit of a key's counter within the 64-bit word that contains the counter (`_word`): a
+    multiple of 4 from 0 to 60."""
     return ((h >> np.uint64(5 * row)) & np.uint64(15)) << np.uint64(2)
 
 

@@ -340,7 +340,8 @@ class ManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.state) == self.manager.capacity_blocks)
     @rule()
     def reset_after_jobs_were_lost(self) -> None:
-        """Reset as after a broken connection: no transfer runs, and later completions have no effect."""
+        """Reset the cache and drop the transfers in flight, as after a lost connection. Completions of these
+        transfers must have no effect."""
         self.manager.reset(drop_in_flight=True)
         for job in self.jobs:
             job.stale, job.void = False, True

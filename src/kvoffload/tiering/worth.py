@@ -44,10 +44,12 @@ def num_worth_reading(
 ) -> int:
     """Return the number of leading blocks to read, so that the read takes no longer than computing.
 
-    Returns the largest possible number. A read saves computing the blocks that it reads. It also saves
-    computing blocks in RAM that lie between or directly behind the read blocks, because without the read they
-    would be behind a gap. If there is no such number, returns 0, except when a trial is due
-    (`TierLane.is_trial_due`). Then, and if `compute_s` is None, returns the number of all blocks.
+    Returns the largest such number, or 0. In two cases, returns the number of all blocks instead: if
+    `compute_s` is None; and if the result would be 0, but a trial is due (`TierLane.is_trial_due`).
+
+    A read makes two kinds of blocks usable, which the engine need not compute: the blocks that it reads, and
+    the blocks in RAM between or directly behind them. Without the read, these blocks in RAM would be behind a
+    gap, and useless.
 
     Args:
         sources: index in `lanes` of the tier from which each block would be read.

@@ -124,7 +124,8 @@ class Shadow:
             raise PolicyError(f"policy {self.manager.policy.name!r} named an invalid victim")
 
     def _live_by_calls(self, sample: Sample, keys: Keys) -> None:
-        """Replay the sample by calls of the manager, for a policy in Python or an admission rule.
+        """Replay the sample: call the shadow's manager for each request. Needed if the policy or the
+        admission rule is in Python.
 
         Releases the GIL for a moment after each request.
         """

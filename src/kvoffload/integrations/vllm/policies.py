@@ -187,7 +187,7 @@ class VLLMPolicy(CachePolicy):
     # ---- inside
 
     def _manager_for(self, key: bytes) -> OffloadingManager:
-        """Return the `OffloadingManager`. The first call creates it, for keys as long as `key`."""
+        """Return the `OffloadingManager`. The first call creates it, for keys of the length of `key`."""
         if self._manager is None:
             self._manager = OffloadingManager(self.cache_capacity, key_bytes=len(key), policy=self.policy)
         return self._manager

@@ -616,7 +616,8 @@ def _replace_one_by_one(own: State, new: Entering, cache: Cache, path: Path) -> 
 
 @inline
 def _insert_in_shadow(own: State, new: Entering) -> None:
-    """Make the blocks that the device drops the simulated LRU's most recent blocks, the first one last."""
+    """Update the simulated LRU after the device has dropped blocks: the dropped blocks become its most recent
+    blocks. The first block of `new` becomes the most recent of all."""
     history = own.history
     for row in range(new.count - 1, -1, -1):
         place = find(history.keys.index, new.keys, row, hash_row(new.keys, row))
