@@ -632,13 +632,18 @@ def test_encrypted_key_is_refused_without_a_question(tmp_path: Path) -> None:
 
 
 def test_missing_files_are_refused(tmp_path: Path) -> None:
-    missing = str(tmp_path / "missing")
+    missing, (pem, key) = str(tmp_path / "missing"), self_signed(tmp_path)
     for options, field in [
         ({"password_file": missing}, "password_file"),
         ({"ca": missing}, "ca"),
         ({"ca": missing, "cert": missing}, "ca"),
         ({"cert": missing}, "cert"),
         ({"cert_key": missing}, "cert: missing; allowed"),
+        ({"cert": missing, "cert_key": key}, f"cert: '{missing}' is invalid; .*No such file"),
+        ({"cert": pem, "cert_key": missing}, f"cert_key: '{missing}' is invalid; .*No such file"),
+        ({"cert": key, "cert_key": key}, f"cert: '{key}' is invalid; .*(?i:no.certificate)"),
+        ({"cert": pem}, f"cert: '{pem}' is invalid; .*give its key in cert_key"),
+        ({"cert": pem, "cert_key": pem}, f"cert_key: '{pem}' is invalid; .*give the key of cert"),
     ]:
         with refusal(f"^{field}"):
             ValkeyOptions(url="valkeys://127.0.0.1:1/ns", **options).open(OWNER)

@@ -38,15 +38,28 @@ def tls_context(ca: str, cert: str, cert_key: str) -> ssl.SSLContext:
     """Create a TLS context from these files; an empty name means no file. Raises `ConfigError`."""
     if cert_key and not cert:
         raise ConfigError("cert", None, "allowed: the file of the certificate that belongs to cert_key")
-    field, value = "ca", ca
     try:
         context = ssl.create_default_context(cafile=ca or None)
-        if cert:
-            field, value = "cert", cert
-            context.load_cert_chain(cert, cert_key or None, _no_pass_phrase)
     except OSError as error:
-        raise ConfigError(field, value, str(error)) from None
+        raise ConfigError("ca", ca, str(error)) from None
+    if cert:
+        _load_certificate(context, cert, cert_key)
     return context
+
+
+def _load_certificate(context: ssl.SSLContext, cert: str, cert_key: str) -> None:
+    """Load the client's certificate and key. Raises `ConfigError` with the field of the unusable file."""
+    try:
+        # Errors of `load_cert_chain` do not name the file, so the certificate is read alone first.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cert)
+    except OSError as error:
+        raise ConfigError("cert", cert, str(error)) from None
+    try:
+        context.load_cert_chain(cert, cert_key or None, _no_pass_phrase)
+    except OSError as error:
+        remedy = "give the key of cert" if cert_key else "give its key in cert_key"
+        why = f"{error}; {remedy}" if isinstance(error, ssl.SSLError) else str(error)
+        raise ConfigError("cert_key" if cert_key else "cert", cert_key or cert, why) from None
 
 
 def _no_pass_phrase() -> str:
