@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,6 +142,52 @@ def answer_across_a_reset(engine: Any, prompt: list[int], tokens: int) -> list[i
             assert has_been_reset
     engine.drain()
     return answer
+
+
+def streamed(engine: Any, inputs: list[list[int]], tokens: int) -> list[int]:
+    """Serve a request with streaming input; returns its tokens: all inputs, and the kept tokens of answers.
+
+    Each input follows the answer to the previous input. vLLM keeps all tokens of an answer except the last.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    llm, requests = engine.llm.llm_engine, engine.core.scheduler.requests
+    sampling = SamplingParams(
+        temperature=0.0,
+        max_tokens=tokens,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.CUMULATIVE,
+    )
+
+    def send(prompt: list[int], *, is_last: bool = False) -> None:
+        request = llm.input_processor.process_inputs(
+            "streamed",
+            {"prompt_token_ids": prompt},
+            sampling,
+            supported_tasks=llm.get_supported_tasks(),
+            resumable=not is_last,
+        )
+        request.external_req_id = "streamed"
+        llm.output_processor.add_request(request, None, None, 0)
+        # In a server the engine gets a copy. Both sides append to their list.
+        request = copy(request)
+        request.prompt_token_ids = [*request.prompt_token_ids]
+        llm.engine_core.add_request(request)
+
+    deadline = time.monotonic() + PATIENCE_S
+    for prompt in inputs:
+        send([*prompt])
+        while True:
+            assert time.monotonic() < deadline, "no answer"
+            llm.step()
+            if requests["streamed"].status.name == "WAITING_FOR_STREAMING_REQ":
+                break
+    served = [*requests["streamed"]._all_token_ids]
+    send([0], is_last=True)
+    engine.drain()
+    return served
 
 
 @dataclass

@@ -36,10 +36,16 @@ class World:
 
     Args:
         node_pool: the pool that this engine shares with other engines.
+        sessions: see `KVOffloadManager`.
     """
 
     def __init__(
-        self, directory: Path, capacity: int, node_pool: PoolDirectory | None = None, **options: Any
+        self,
+        directory: Path,
+        capacity: int,
+        node_pool: PoolDirectory | None = None,
+        sessions: Any = None,
+        **options: Any,
     ) -> None:
         sizes = {"num_parts": 1, "part_bytes": 4096, "capacity_bytes": capacity * 4096}
         if node_pool is None:
@@ -47,7 +53,11 @@ class World:
         else:
             self.pool = SharedPool.attach_shared(node_pool, member=0, **sizes)
         self.manager = KVOffloadManager(
-            parse_options({"ram": "1GiB"} | options), self.pool, enable_events=True, node_pool=node_pool
+            parse_options({"ram": "1GiB"} | options),
+            self.pool,
+            enable_events=True,
+            node_pool=node_pool,
+            sessions=sessions,
         )
         self.resident: set[bytes] = set()
         self.paths: dict[str, list[bytes]] = {}

@@ -127,7 +127,8 @@ def test_the_result_of_a_job_has_the_fields_that_we_set() -> None:
 BUILT_ON = {
     "BlockPool": ["_maybe_evict_cached_block", "get_num_free_blocks"],
     "OffloadingConnectorScheduler": [
-        *("_maximal_prefix_lookup", "_build_store_jobs", "_generate_job_id", "reset_cache"),
+        *("_maximal_prefix_lookup", "_build_store_jobs", "_update_req_states", "_generate_job_id"),
+        "reset_cache",
     ],
     "SchedulerOffloadConfig": ["kv_group_configs", "num_workers", "offload_prompt_only"],
     "TransferJobStatus": ["req_id", "pending_count", "keys", "is_store", "fenced_block_ids"],

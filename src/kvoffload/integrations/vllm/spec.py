@@ -17,6 +17,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.integrations.logs import join, refusals_logged
 from kvoffload.integrations.vllm.scheduler_side.manager import KVOffloadManager
 from kvoffload.integrations.vllm.scheduler_side.metrics import definitions
+from kvoffload.integrations.vllm.scheduler_side.sessions import Sessions
 from kvoffload.integrations.vllm.shared.logs import logger
 from kvoffload.integrations.vllm.shared.node_pool import join_node_pool
 from kvoffload.integrations.vllm.shared.options import ALWAYS, VLLMOptions, parse_options
@@ -31,6 +32,7 @@ from kvoffload.integrations.vllm.shared.versions import (
     engine_facts,
     facts_with_chunks,
     fences_come_late,
+    resumed_are_new,
     warn_of_seeds,
 )
 from kvoffload.integrations.vllm.worker_side.auditor import Auditor, value_types
@@ -122,9 +124,15 @@ class KVOffloadSpec(OffloadingSpec):
                 blocks_per_chunk=facts.blocks_per_chunk,
                 tiers=tiers,
                 node_pool=self._node_pool,
+                sessions=self._sessions(),
             )
             logger.info("%s", self._summary(pool, tokens))
         return self._manager
+
+    def _sessions(self) -> Sessions | None:
+        if self._sees_requests:
+            return None  # our scheduler side corrects the blocks
+        return Sessions(resumed_are_new=resumed_are_new(self._vllm_config))
 
     def get_worker(self, kv_caches: Any) -> KVOffloadWorker:
         """Return the worker side. The first call creates it, for this worker's KV tensors `kv_caches`."""

@@ -45,6 +45,7 @@ from kvoffload.integrations.vllm.scheduler_side.metrics import (
 )
 from kvoffload.integrations.vllm.scheduler_side.misses import LookupRecord, Misses, Reach
 from kvoffload.integrations.vllm.scheduler_side.recording import call_recorder
+from kvoffload.integrations.vllm.scheduler_side.sessions import Sessions
 from kvoffload.integrations.vllm.scheduler_side.verification import Verifier
 from kvoffload.integrations.vllm.shared.logs import logger
 from kvoffload.integrations.vllm.shared.options import ALWAYS, DROP, STOP, VLLMOptions
@@ -71,6 +72,10 @@ from kvoffload.whatif.live_shadows import LiveShadows, usual_one_in
 _NOTHING = PrepareStoreOutput(keys_to_store=[], store_spec=SlotsSpec(np.empty(0, np.int32)), evicted_keys=[])
 """Answer to an offer of blocks: vLLM stores none of them, and does not offer them again."""
 _NO_ROWS = np.empty(0, np.int64)
+CONFUSED_SESSION = (
+    "kvoffload: request %s has streaming input, and vLLM's own connector confuses its blocks: its further "
+    "blocks are not stored; use KVOffloadConnector (docs/upstream.md)"
+)
 
 
 @dataclass(eq=False)
@@ -81,7 +86,8 @@ class Arrival:
 
     Attributes:
         has_adapter: True if the request uses a LoRA adapter and therefore must not load from tiers.
-        is_outdated: True if the cache was reset during the request. Then the request must store nothing more.
+        is_outdated: True if the request must store nothing more, because the cache was reset during the
+            request, or because vLLM's connector confuses the request's blocks (`Sessions`).
         ran_unasked: True if the request has begun without a lookup, for example because the GPU's cache has
             the prompt.
     """
@@ -131,6 +137,7 @@ class KVOffloadManager(OffloadingManager):
         blocks_per_chunk: number of engine blocks in a slot.
         tiers: the tiers behind RAM; None: no tiers.
         node_pool: the pool that this engine shares with other engines; None: the engine has its own pool.
+        sessions: finds the requests whose blocks vLLM's connector confuses; None if it confuses no blocks.
 
     Attributes:
         core: the manager that decides.
@@ -154,8 +161,10 @@ class KVOffloadManager(OffloadingManager):
         blocks_per_chunk: int = 1,
         tiers: EngineTiers | None = None,
         node_pool: PoolDirectory | None = None,
+        sessions: Sessions | None = None,
     ) -> None:
         self.broken = False
+        self._sessions = sessions
         self.metrics = Metrics()
         self._log, self._events = RateLimitedLog(logger.name), Events()
         self.options, self.pool, self._sealing = options, pool, options.verification == ALWAYS
@@ -306,6 +315,8 @@ class KVOffloadManager(OffloadingManager):
     def on_request_finished(self, req_context: Any) -> None:
         """Count the uses of a finished request's blocks. Transfers of the request may still be in flight."""
         self._misses.forget(req_context.req_id)
+        if self._sessions is not None:
+            self._sessions.forget(req_context.req_id)
         self._finish(req_context, self._arrivals.pop(req_context.req_id, _UNKNOWN).hints)
 
     @_ends
@@ -633,6 +644,10 @@ class KVOffloadManager(OffloadingManager):
         The poll starts to promote the blocks that this step's lookups have found in tiers. Requests that were
         preempted in this step may load in the next step.
         """
+        if self._sessions is not None:
+            for request_id in self._sessions.continued(context.new_req_ids, context.preempted_req_ids):
+                self._arrival(request_id).is_outdated = True
+                self._log.warn("sessions", CONFUSED_SESSION, request_id)
         self._count_misses((*context.new_req_ids, *context.preempted_req_ids))
         self._end_step(context)
 

@@ -119,6 +119,19 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):
                     self.manager.expect(status.req_context)
         return super().build_connector_meta(scheduler_output)
 
+    def _update_req_states(self, scheduler_output: Any) -> None:
+        """Add the new blocks of a step to the block lists of the requests.
+
+        Clears the block lists of requests that vLLM schedules as new, because vLLM reports all blocks of such
+        a request. A request with streaming input is new again when its next input begins. vLLM's connector
+        then appends all blocks to the blocks of the earlier inputs, and stores blocks under wrong keys.
+        """
+        for new in scheduler_output.scheduled_new_reqs:
+            if (status := self._req_status.get(new.req_id)) is not None:
+                for group_state in status.group_states:
+                    group_state.block_ids.clear()
+        super()._update_req_states(scheduler_output)
+
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         """Count a hit's tokens per source (RAM, disk or another tier). Returns a mapping: source -> number of
         tokens.

@@ -135,6 +135,11 @@ def caches_uncomputed(vllm_config: Any) -> bool:
     return str(getattr(getattr(vllm_config, "scheduler_config", None), "policy", "")) == "priority"
 
 
+def resumed_are_new(vllm_config: Any) -> bool:
+    """Return True if vLLM schedules a preempted request as new when it resumes (model runner V2)."""
+    return bool(getattr(vllm_config, "use_v2_model_runner", False))
+
+
 def warn_of_seeds(version: str) -> None:
     """Log a warning if each process seeds its keys differently, so that later processes find no blocks."""
     number = minor(version)
