@@ -56,7 +56,7 @@ URL: TypeAlias = Annotated[str, _URLParser()]
 class ValkeyOptions(SharedTierOptions):
     """Options of a tier on a server that speaks RESP2, such as Valkey, or on a cluster of such servers.
 
-    The server must evict blocks itself: set its ``maxmemory-policy`` to ``allkeys-lru``.
+    The server must evict blocks itself: set its ``maxmemory-policy`` to ``volatile-lru``, and `ttl` here.
 
     Attributes:
         url: the server, or some nodes of the cluster, and the namespace.
