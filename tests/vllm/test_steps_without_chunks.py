@@ -152,3 +152,16 @@ def test_vllms_method_sees_the_other_requests_only(monkeypatch: pytest.MonkeyPat
     assert setting.side._build_store_jobs(output) == {3: {"d"}}
     assert seen == [{"b": 8}]
     assert output.num_scheduled_tokens == {"a": 1, "b": 8, "c": 1}
+
+
+def test_a_new_request_with_the_id_of_an_aborted_one_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's method reads the step's tokens of the new request when it goes through the finished ids."""
+
+    def build(self: Any, output: Any) -> dict[int, Any]:
+        return {output.num_scheduled_tokens[name]: name for name in output.finished_req_ids}
+
+    monkeypatch.setattr(OffloadingConnectorScheduler, "_build_store_jobs", build)
+    setting = Setting(random.Random(0))
+    output = SimpleNamespace(num_scheduled_tokens={"r": 1}, finished_req_ids={"r"})
+    assert not setting.side._may_offer("r", 1)
+    assert setting.side._build_store_jobs(output) == {1: "r"}

@@ -162,7 +162,12 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):
         chunk in a step, so this method hides the others from vLLM's method.
         """
         scheduled = scheduler_output.num_scheduled_tokens
-        offering = {name: tokens for name, tokens in scheduled.items() if self._may_offer(name, tokens)}
+        finished = scheduler_output.finished_req_ids or ()  # a new request may have the id of an aborted one
+        offering = {
+            name: tokens
+            for name, tokens in scheduled.items()
+            if name in finished or self._may_offer(name, tokens)
+        }
         if len(offering) < len(scheduled):
             scheduler_output = copy(scheduler_output)  # the worker needs the complete dictionary
             scheduler_output.num_scheduled_tokens = offering
