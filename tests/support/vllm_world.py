@@ -36,7 +36,7 @@ class World:
 
     Args:
         node_pool: the pool that this engine shares with other engines.
-        sessions: see `KVOffloadManager`.
+        sessions, steps_in_flight: see `KVOffloadManager`.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class World:
         capacity: int,
         node_pool: PoolDirectory | None = None,
         sessions: Any = None,
+        steps_in_flight: int = 16,
         **options: Any,
     ) -> None:
         sizes = {"num_parts": 1, "part_bytes": 4096, "capacity_bytes": capacity * 4096}
@@ -58,6 +59,7 @@ class World:
             enable_events=True,
             node_pool=node_pool,
             sessions=sessions,
+            steps_in_flight=steps_in_flight,
         )
         self.resident: set[bytes] = set()
         self.paths: dict[str, list[bytes]] = {}

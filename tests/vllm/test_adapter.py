@@ -600,6 +600,33 @@ def test_a_reset_during_a_hanging_job_of_a_tier_loses_no_slot(world: Callable[..
     assert not rig.manager.broken
 
 
+@pytest.mark.parametrize("load", [False, True])
+def test_a_reset_while_every_slot_is_in_flight_frees_the_slots_after_some_steps(
+    world: Callable[..., World], load: bool
+) -> None:
+    """No transfer can begin before a slot is free, so the end of a later transfer cannot free the slots."""
+    rig, tier = world(2, steps_in_flight=2), ScriptedTier(4096, immediate=True)
+    rig.put_behind(tier)
+    path = [key(1), key(2)]
+    if load:
+        rig.serve("stored", path)
+    ctx = rig.request("in flight", path)
+    if load:
+        assert rig.hits(ctx, path) == 2
+        rig.manager.prepare_load(path, ctx)
+    else:
+        rig.store(ctx, path)
+    rig.manager.on_request_finished(ctx)
+    rig.manager.reset_cache()
+    for _ in range(3):  # the step that waits for the transfers may be in flight until the third step
+        assert rig.manager.core.stats().condemned == 2
+        rig.manager.on_schedule_end(base.ScheduleEndContext([], []))
+    rig.manager.on_schedule_end(base.ScheduleEndContext([], []))
+    assert rig.manager.core.stats().condemned == 0
+    rig.serve("later", [key(3)])
+    rig.check()
+
+
 def test_a_promotion_after_a_reset_takes_no_slot_of_an_old_transfer(world: Callable[..., World]) -> None:
     """vLLM's worker begins a store one step late: after a reset, the old copy may follow a promotion."""
     rig, tier = world(8), ScriptedTier(4096, immediate=True)

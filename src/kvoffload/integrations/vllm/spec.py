@@ -33,6 +33,7 @@ from kvoffload.integrations.vllm.shared.versions import (
     facts_with_chunks,
     fences_come_late,
     resumed_are_new,
+    steps_in_flight,
     warn_of_seeds,
 )
 from kvoffload.integrations.vllm.worker_side.auditor import Auditor, value_types
@@ -125,6 +126,7 @@ class KVOffloadSpec(OffloadingSpec):
                 tiers=tiers,
                 node_pool=self._node_pool,
                 sessions=self._sessions(),
+                steps_in_flight=steps_in_flight(self._vllm_config),
             )
             logger.info("%s", self._summary(pool, tokens))
         return self._manager

@@ -138,6 +138,8 @@ class KVOffloadManager(OffloadingManager):
         tiers: the tiers behind RAM; None: no tiers.
         node_pool: the pool that this engine shares with other engines; None: the engine has its own pool.
         sessions: finds the requests whose blocks vLLM's connector confuses; None if it confuses no blocks.
+        steps_in_flight: largest number of steps that vLLM has scheduled and whose end it has not yet seen. A
+            larger number is safe: after a reset, the slots of dropped transfers are free a little later.
 
     Attributes:
         core: the manager that decides.
@@ -162,6 +164,7 @@ class KVOffloadManager(OffloadingManager):
         tiers: EngineTiers | None = None,
         node_pool: PoolDirectory | None = None,
         sessions: Sessions | None = None,
+        steps_in_flight: int = 16,
     ) -> None:
         self.broken = False
         self._sessions = sessions
@@ -179,6 +182,7 @@ class KVOffloadManager(OffloadingManager):
         self._loads: InFlight[LoadPlan] = InFlight()
         self._stores: InFlight[StorePlan] = InFlight()
         self._dropped: list[LoadPlan | StorePlan] = []
+        self._dropped_step, self._steps_in_flight = 0, steps_in_flight
         may_be_busy = node_pool is not None or self._sealing
         self._misses, self._reach = Misses(BUSY if may_be_busy else BEHIND_A_GAP), Reach(time.monotonic())
         self._verifier: Verifier | None = None
@@ -657,6 +661,9 @@ class KVOffloadManager(OffloadingManager):
 
     @_ends
     def _end_step(self, context: Any) -> None:
+        if self._dropped and self._step - self._dropped_step > self._steps_in_flight:
+            # If the transfers in flight at the reset have every slot, no new transfer can begin.
+            self._end_dropped()
         if self._tiered is not None:
             self._tiered.poll()
         if self._live is not None:
@@ -712,11 +719,12 @@ class KVOffloadManager(OffloadingManager):
         for request_id in self._requests.keys() - self._arrivals.keys():
             # The request ended while offloading was paused.
             self.core.finish_request(self._requests.pop(request_id).ctx)
-        # Only vLLM's next transfer waits for the transfers in flight. Other engines of a pool, and promotions
-        # from tiers, do not wait, so their slots must not be free yet.
+        # Only vLLM's next step waits for the transfers in flight. Other engines of a pool, and promotions
+        # from tiers, do not wait, so the slots of these transfers must not be free yet.
         is_alone = self._node_pool is None and self._tiered is None
         self.core.reset(drop_in_flight=is_alone)
         self._dropped = [] if is_alone else self._dropped + plans
+        self._dropped_step = self._step
         if self._tiered is not None and not self._tiered.drain(self.options.tier_deadline_s):
             for lane in self._tiered.lanes:
                 if not lane.tier.drain(0.0):
@@ -732,8 +740,8 @@ class KVOffloadManager(OffloadingManager):
     def _end_dropped(self) -> None:
         """End the plans of the transfers that were in flight at a reset.
 
-        Call this when a transfer that began after the reset has ended. All earlier transfers have then ended,
-        too, because vLLM waits for them before it begins new transfers.
+        Call this when a transfer or a step that began after the reset has ended. All earlier transfers have
+        then ended, too, because vLLM waits for them at the beginning of the first step after the reset.
         """
         dropped, self._dropped = self._dropped, []
         for plan in dropped:

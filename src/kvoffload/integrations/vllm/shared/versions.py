@@ -140,6 +140,14 @@ def resumed_are_new(vllm_config: Any) -> bool:
     return bool(getattr(vllm_config, "use_v2_model_runner", False))
 
 
+def steps_in_flight(vllm_config: Any) -> int:
+    """Return the largest number of steps that vLLM schedules before it has seen the end of the first of them.
+
+    If vLLM's configuration does not tell, the result is a number that is large enough for every version.
+    """
+    return int(getattr(vllm_config, "max_concurrent_batches", 0)) or 64
+
+
 def warn_of_seeds(version: str) -> None:
     """Log a warning if each process seeds its keys differently, so that later processes find no blocks."""
     number = minor(version)
