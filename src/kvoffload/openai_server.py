@@ -127,7 +127,10 @@ class OpenAIServer:
 
     @contextmanager
     def _response(self, path: str, body: object) -> Iterator[http.client.HTTPResponse]:
-        """Send a request and yield the response. Raises `NoAnswerError` unless the status is 2xx."""
+        """Send a request and yield the response.
+
+        Raises: `NoAnswerError` if the status is not 2xx, and for every failure until the context ends.
+        """
         headers = {"Content-Type": "application/json"}
         if self._api_key:
             headers["Authorization"] = f"Bearer {self._api_key}"

@@ -1,7 +1,7 @@
 """Encodes and decodes the hints and quotas of a recording. Hashes replace the users' texts.
 
-A recording contains the text of equal hints only once, before the first call that has these hints. In the
-records of calls, a number stands for the hints.
+In the records of calls, a number stands for the hints. Equal hints share a number. A recording contains the
+text of the hints before the first use of each number.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class Pace:
         self._max_tokens_per_s, self._next, self._lock = max_tokens_per_s, time.monotonic(), threading.Lock()
 
     def wait(self, num_tokens: int) -> None:
-        """Wait until the rate limit allows to send `num_tokens` more tokens."""
+        """Wait until the rate limit allows `num_tokens` more tokens to be sent."""
         if self._max_tokens_per_s is None:
             return
         with self._lock:

@@ -35,7 +35,7 @@ _METAVARS = {int: "N", float: "X", Size: "SIZE", Duration: "TIME"}
 
 
 class PathType(click.Path):
-    """A path on the command line. Expands ``~``, because a shell does not expand the ``~`` of
+    """A path on the command line. Expands a leading ``~``, because a shell does not expand the ``~`` of
     ``--output=~/x``.
     """
 

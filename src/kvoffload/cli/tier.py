@@ -160,7 +160,7 @@ def bench(options: BenchOptions) -> None:
 
 
 def _shared(url: str) -> TierOptions:
-    """Parse the URL of a shared tier. Raises `ConfigError` for another URL."""
+    """Parse the URL of a shared tier. Raises `ConfigError` for an invalid URL or another kind of tier."""
     options = parse_tier("tier", url)
     if not options.schemes:
         why = "allowed: the URL of a server; for a disk use kvoffload disk inspect PATH"

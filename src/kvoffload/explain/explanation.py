@@ -26,7 +26,8 @@ _Int64s = npt.NDArray[np.int64]
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """Consecutive missing blocks of one request that have the same reason. Unknown attributes are null.
+    """Consecutive missing blocks of one request that have the same reason. Attributes that do not apply
+    are null.
 
     Requests and blocks are numbered from 0. The number of a request is its position in the trace. The
     attributes from `earlier_uses` to `kept_with` describe the first block of the run.

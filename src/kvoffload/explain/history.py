@@ -1,8 +1,8 @@
 """History of each block in a replay, and the reason for each missing block.
 
 `History` observes one replay, and records the last decision about each block. For each reference to a missing
-block it records the reason, and the request during which the block was lost. It does not compare prompts, so
-all first uses have the reason `NEVER_SEEN`.
+block it records the reason, and the request during which this decision was made. It does not compare prompts,
+so all first uses have the reason `NEVER_SEEN`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 Translates LMCache's keys, memory objects, tasks and event descriptors into calls of an `ObjectStore`.
 LMCache's controllers call the adapter from two threads. These threads never wait for a tier; only the
-adapter's own threads do. No failure of a tier raises an exception in the controllers.
+adapter's own threads do. No failure raises an exception in the controllers.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Ram(_Part, frozen=True, kw_only=True):
-    """RAM modules for blocks. `slots`: limit per host, not counting the host's own RAM."""
+    """RAM modules for blocks. `slots`: largest number of modules per host, without the host's own RAM."""
 
     module: str = "64GiB"
     price: _NotNegative = 640.0

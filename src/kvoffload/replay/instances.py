@@ -47,7 +47,7 @@ class SharedTier(SimulatedTier):
     """Simulated tier that several managers share. The managers call the tier one at a time.
 
     Attributes:
-        user: number of the manager that calls the tier next; the caller sets it before each call.
+        user: number of the manager that calls the tier; the replay sets it before each request.
         read_of_others: for each manager, how many blocks it read that another manager had written.
     """
 

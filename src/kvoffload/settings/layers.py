@@ -43,7 +43,7 @@ OF_ENGINES = (
 """Options that the environment and the TOML file may set for an engine. Others must be given directly."""
 
 _ONE_MEANING = {"admission", "store_threshold", "max_tracker_size"}
-"""Options that together set the admission rule, so that they must come from the same source.
+"""Options that together set the admission rule, so they must come from the same source.
 
 If a source sets at least one of them, all of them are ignored in sources of lower priority.
 """

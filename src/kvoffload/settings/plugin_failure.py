@@ -1,7 +1,7 @@
 """Describes exceptions in users' classes, such as a policy from a file.
 
-A description names the failed method and its block, and has the part of the traceback that is in the user's
-code. A class counts as a user's class if a `Registry` accepts it and its code is outside of this package.
+A description names the failed method and its block, and has the part of the traceback from this method on.
+A class counts as a user's class if a `Registry` accepts it and its code is outside of this package.
 This module knows no methods of the classes.
 """
 

@@ -90,8 +90,8 @@ class Registry(Generic[T]):
 
         If `spec` is already a class, it is checked and returned.
 
-        Raises: `ConfigError` if `spec` selects no class. The message states the allowed values and the most
-        similar name.
+        Raises: `ConfigError` if `spec` selects no class, or if a parameter or the class is not allowed. The
+        message states the allowed values; for an unknown name, also the most similar name.
         """
         if not isinstance(spec, str):
             return self._check(spec, spec)

@@ -102,7 +102,7 @@ class Ram:
         return manager
 
     def _open(self, name: str, options: TierOptions, first: TimedTier | None) -> TimedTier:
-        """Open a simulated tier. If `first` is given, it is on the disk of `first`, otherwise on its own."""
+        """Open a simulated tier: on the disk of the tier `first`, or on its own disk or striped disks."""
         if not isinstance(options, SizedTierOptions):
             raise ConfigError(
                 "tiers", str(options), "this tier cannot be simulated; allowed: disk:..., simulated:..."

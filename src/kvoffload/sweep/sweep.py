@@ -57,7 +57,7 @@ class Sweep:
         grid: the axes of the sweep.
         work: options for workers, output file and confidence intervals.
         block_tokens, skip_bad_lines, time_unit: arguments of `load_trace`.
-        timings: True to add a column with the duration of each replay in seconds.
+        timings: True to add a column with the CPU seconds of each replay's decisions (`TimedRow`).
 
     Attributes:
         progress: progress of the run; readable also after an interruption.

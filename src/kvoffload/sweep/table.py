@@ -119,7 +119,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimedRow(Row, frozen=True, kw_only=True):
-    """Row with the CPU time of its replay. Unlike the other columns, the time differs from run to run.
+    """Row with the CPU time of the replay's decisions. Unlike other columns, it differs from run to run.
 
     Attributes:
         control_plane_s: CPU seconds that the decisions took. Other replays may have run on the machine at the
@@ -134,8 +134,8 @@ class SweptTrace:
     """Summary of a trace.
 
     Attributes:
-        refs: number of block references in each window. The windows are up to 32 equal parts of the trace
-            (`bootstrap.window_sums`).
+        refs: number of block references in each window. The windows are up to 32 nearly equal parts of the
+            trace (`bootstrap.window_sums`).
         share_outside_blocks, warnings, duration_s: see `Trace`.
     """
 

@@ -21,7 +21,7 @@ _NAMED = 3
 
 
 class Certainty(Enum):
-    """Certainty that a policy is better than LRU, derived from the confidence interval of the difference."""
+    """Certainty of a lead of one row over another, derived from the confidence interval of the lead."""
 
     SURE = "the interval is above 0"
     LIKELY = "the interval is above 0, but too narrow: neighbouring windows are correlated"
@@ -99,7 +99,7 @@ class Verdict:
 
 
 def certainty_of(low: float | None, correlation: float | None) -> Certainty:
-    """Classify the lead of a policy over LRU by the lead's confidence interval.
+    """Classify the lead of one row over another by the lead's confidence interval.
 
     A lead is significant if the interval's lower limit `low` is above 0. A significant lead is LIKELY instead
     of SURE if neighbouring windows have a `correlation` above `CORRELATED`. If there is no interval, both

@@ -124,8 +124,8 @@ class Shadow:
             raise PolicyError(f"policy {self.manager.policy.name!r} named an invalid victim")
 
     def _live_by_calls(self, sample: Sample, keys: Keys) -> None:
-        """Replay the sample: call the shadow's manager for each request. Needed if the policy or the
-        admission rule is in Python.
+        """Replay the sample: call the shadow's manager for each request. Needed if the policy is
+        in Python or there is an admission rule.
 
         Releases the GIL for a moment after each request.
         """

@@ -75,8 +75,8 @@ class PrefixBatch:
             prompts_only: True to store only the prompts. Needed after beam search, which reorders the rows of
                 `cache`.
 
-        Raises: `ConfigError` if a sequence does not begin with its prompt and with the tokens that the
-        previous call stored for its row.
+        Raises: `ConfigError` if a sequence does not begin with its prompt and with the sequence that the
+        previous call received for its row.
         """
         kv = [(layer.keys, layer.values) for layer in self.cache.layers]
         if not kv:

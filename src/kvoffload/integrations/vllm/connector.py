@@ -137,7 +137,7 @@ class KVOffloadConnector(OffloadingConnector):
 
 
 def _with_spec(vllm_config: Any) -> dict[str, Any]:
-    """Return `kv_connector_extra_config`, in which `KVOffloadSpec` is the default specification."""
+    """Return `kv_connector_extra_config`. Adds `KVOffloadSpec` to it if the user names no specification."""
     extra_config: dict[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config
     extra_config.setdefault("spec_name", "KVOffloadSpec")
     extra_config.setdefault("spec_module_path", "kvoffload.integrations.vllm")

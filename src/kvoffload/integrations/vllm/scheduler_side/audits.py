@@ -35,7 +35,8 @@ _MOST_DUE = 65536
 class Difference(NamedTuple):
     """A stored block that differs from the computed block.
 
-    `difference` is the largest relative difference of a value, at the place `group` and `tensor`.
+    `difference` is the largest relative difference of a run of values (`transfer.difference`); the run is
+    in `group` and `tensor`.
     """
 
     key: bytes

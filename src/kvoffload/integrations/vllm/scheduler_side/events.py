@@ -34,7 +34,7 @@ class Events:
                 self._of_tiers.append(event)
 
     def take(self, manager: AnyManager) -> list[Any]:
-        """Return the events since the last call, in vLLM's form and in the order in which they happened."""
+        """Return the events since the last call, in vLLM's form, in order. Removals by a reset come first."""
         taken = []
         if self._removed_by_reset:
             states = {key: manager.lookup_key(key) for key in self._removed_by_reset}

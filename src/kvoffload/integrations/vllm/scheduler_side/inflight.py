@@ -27,7 +27,7 @@ class InFlight(Generic[P]):
         """Record a plan until `take` has removed all its keys.
 
         Args:
-            request_id: the request whose transfers the plan has; None: the plan's own request.
+            request_id: the request that vLLM reports with the keys; None: the plan's own request.
         """
         if len(plan):
             request_id = plan.request_id if request_id is None else request_id

@@ -179,7 +179,7 @@ class Metrics(Reports):
 
 
 def values_of_what_if(found: Iterable[Estimate]) -> Iterator[Value]:
-    """Yield the gauges of what-if settings. They are rounded, so that changes are rare and need no report."""
+    """Yield the gauges of what-if settings, rounded so that they rarely change and are rarely reported."""
     for estimate in found:
         values = (estimate.hit_ratio, estimate.error, estimate.gain, estimate.gain_error)
         for name, value in zip(WHAT_IF, values, strict=True):
@@ -197,6 +197,6 @@ def values_of_audits(audits: Audits) -> Iterator[Value]:
 def value_of_reach(seconds: float) -> Value:
     """Return a gauge: for how many seconds the record of misses remembers an event.
 
-    Rounded to two digits, so that changes are rare and need no report.
+    Rounded to two digits, so that it rarely changes and is rarely reported.
     """
     return Value(REACH, (), float(f"{seconds:.2g}"))

@@ -22,8 +22,8 @@ from kvoffload.traces.conversion.block_ids import Keys
 from kvoffload.traces.formats.mooncake import Line, encode_line
 
 MAX_QUEUED = 1024
-"""Largest number of requests that wait for the writing thread. The block hashes of a request of 128 Ki
-tokens take 64 KiB."""
+"""Largest number of requests that wait for the writing thread. The references to the block hashes of a
+request of 128 Ki tokens take 64 KiB."""
 
 _CLOSING_S = 5.0
 

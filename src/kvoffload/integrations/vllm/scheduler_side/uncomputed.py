@@ -52,8 +52,8 @@ class Uncomputed:
             self._num_computed.pop(request_id, None)
 
     def _evict(self, hashes: Any, num_computed: int) -> None:
-        """Remove the blocks that a preempted step may have cached behind a request's `num_computed` first
-        tokens.
+        """Remove the blocks that the last step of a preempted request may have cached, after the request's
+        first `num_computed` tokens.
 
         Removes every block with one of these keys, even if the cache has several.
         """

@@ -15,8 +15,8 @@ from pathlib import Path
 
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
 _STEP_BYTES = 64 * 2**20
-"""Number of bytes that a thread allocates before it looks for an error. It is small, so that after an
-error all threads end soon."""
+"""Number of bytes that a thread allocates in one batch. It is small, so that all threads end soon after an
+error."""
 _MAX_THREADS = 4
 _NODES = Path("/sys/devices/system/node/has_memory")
 

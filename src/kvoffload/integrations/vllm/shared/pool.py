@@ -56,8 +56,8 @@ From `_FIRST_MEMBER` on, each process has a word: 0 until the process attaches, 
 _IS_READY, _HAS_NO_MEMORY = np.uint64(1 << 62), np.uint64(1 << 63)
 _POLL_S = 0.02
 EQUAL, CLOSE, UNJUDGED, DIFFERENT = 1, 2, 3, 4
-"""Results of an audit of a block, the most serious last: equal, a difference like a rounding error, not
-comparable because the types of values are mixed, different. 0 means that the block was not compared."""
+"""Results of an audit of a block, the most serious last: equal; a difference like a rounding error; other
+bytes, but the type of the values is unknown; different. 0 means that the block was not compared."""
 FINDING = np.dtype(
     [("result", np.uint8), ("group", np.uint8), ("tensor", np.uint16), ("difference", np.float32)]
 )

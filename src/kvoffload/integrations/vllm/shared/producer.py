@@ -122,7 +122,7 @@ def commit_of(model_config: Any) -> str:
 
 
 def _section(name: str, config: Any) -> Plain:
-    """Return the fields of a configuration section that change the bytes of KV blocks, without secrets."""
+    """Return the bound fields of a section of vLLM's configuration, without secrets."""
     if config is None:
         return None
     without = {field for names in WITHOUT_EFFECT.get(name, {}).values() for field in names.split()}
