@@ -25,7 +25,7 @@ class KVRequest:
     """A single inference request, from `KVCache.request`.
 
     Only whole blocks are loaded and stored. Methods whose names end in ``_async`` are for `asyncio`. If an
-    ``_async`` call is cancelled while it copies, the call returns only after the copy has ended.
+    ``_async`` call is cancelled while it copies, the call ends only after the copy has ended.
 
     Use the request as a context manager. On exit the request reports to the policies which blocks it used; it
     stores nothing. Call `store_from` to store blocks. Thread: one at a time.

@@ -23,8 +23,8 @@ class Call(IntEnum):
     """
 
     EXTEND = 1
-    """Records the new keys of a request's path after a call that has no record of its own: `lookup_key`,
-    `contains` or `count_misses`."""
+    """Records the new keys of a request's path when keys from `lookup_key`, which has no record of its own,
+    join the path."""
     EXPECT = 2
     WITHDRAW = 3
     LOOKUP = 4

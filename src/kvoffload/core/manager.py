@@ -501,7 +501,7 @@ class OffloadingManager:
 
         Args:
             quotas: mapping: name of a tenant -> quota. The sum of the minimums must not exceed the number of
-                usable slots.
+                usable slots; during a resize, this is the number after the resize.
 
         Raises: `ConfigError` for invalid quotas; then the old quotas stay. Cost: O(blocks).
         """

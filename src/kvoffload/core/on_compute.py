@@ -104,9 +104,8 @@ class OnCompute:
         """Report the end of a request to the policy.
 
         Args:
-            num_used: result of ``uses.finish(..., False)``, which the caller has called before. If it is 0,
-                that kernel has already called the policy's compiled function `finished`. Otherwise this
-                method does.
+            num_used: result of `uses.finish`, which the caller has called before. If it is 0, that kernel has
+                already called the policy's compiled function `finished`. Otherwise this method does.
         """
         if num_used:
             uses.finish(self.cache.memory, ctx.memory, True)
@@ -153,7 +152,10 @@ class OnCompute:
         return stored
 
     def admit(self, rule: Admission, fresh: U64Matrix, rows: SlotArray) -> int:
-        """Move the blocks that the admission rule accepts to the front of `fresh` and `rows`; count them."""
+        """Move the blocks that the admission rule accepts to the front of `fresh` and `rows`.
+
+        Returns the number of these blocks.
+        """
         return rule.leading(Keys(fresh, self.policy.index.key_bytes))
 
     def choose(self, new: Entering, ctx: RequestContext) -> None:

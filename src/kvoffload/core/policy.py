@@ -72,10 +72,11 @@ class EvictionPolicy(ABC):
         A policy that orders by recency must process the blocks from last to first. Then the first block of a
         prefix is the most recent, and the last block is evicted first.
 
-        A victim tier calls `access` after `replace`, with all blocks that the device has just dropped. Here
-        `reused` is True for blocks that were used again while the device held them. It is False for all
-        blocks if the policy observes all traffic, or if `counts_uses` is False. If no block was reused, and
-        the dropped blocks were either all new to the tier or all in RAM already, the tier omits the call.
+        A victim tier calls `access` after `replace`, with the blocks that the device has just dropped and
+        that are now in RAM. Here `reused` is True for blocks that were used again while the device held them.
+        It is False for all blocks if the policy observes all traffic, or if `counts_uses` is False. If no
+        block was reused, and the blocks were either all just stored or all in RAM already, the tier omits the
+        call.
 
         Args:
             slots: shape ``(n,)``, int32.

@@ -227,8 +227,9 @@ class RequestContext:
         return Path.array(self.memory, "found", count)
 
     def used(self, count: int) -> tuple[I32Array, BoolArray]:
-        """Return two views, the arguments of a policy's `access`: the slots of the blocks that the last batch
-        uses, and for each slot True if its block was used before."""
+        """Return the blocks that the last batch uses, as the arguments `slots` and `reused` of a policy's
+        `access` (two views).
+        """
         start = memoryview(self.memory).cast("q")[_USED]
         return (
             Used.array(self.memory, "slots", count, start),

@@ -286,7 +286,7 @@ def evict_coldest(cache: Cache, path: Path, links: I32Matrix, first: int, last: 
 def next_victim(cache: Cache, path: Path, lists: Lists, number: int) -> int:
     """Return the next evictable block of list `number`, coldest first; ABSENT if there is none.
 
-    Call `lists.rewind` once before the first victim of a store. Each call continues where the previous call
+    Call `rewind` once before the first victim of a store. Each call continues where the previous call
     ended, so a skipped block is not tried again in this store.
     """
     sentinel = lists.num_positions + number

@@ -468,9 +468,9 @@ def resume_search(tenants: Tenants, links: I32Matrix, key: int, sentinel: int) -
     """Return the coldest block that a search for victims from the tail of a list must check.
 
     Earlier searches passed blocks that quotas protect, and recorded some of them with `remember_place`. No
-    evictable block of the list is colder than a recorded block that has not moved since, because new blocks
-    join the list at the head. So the search can resume after the last such block. Records are valid for one
-    list and one set of givers.
+    block of a giver (a tenant whose blocks the store may evict) is colder than a recorded block that has not
+    moved since, because new blocks join the list at the head. So the search can resume after the last such
+    block. Records are valid for one list and one set of givers.
     """
     marks, row = tenants.marks, _row_of(tenants, key)
     if marks[row, _KEY] == key and marks[row, _MASK] == tenants.givers:

@@ -297,7 +297,8 @@ class Promotion:
     def _probe(self, keys: Keys, reachable: Mask, wait: TierWait) -> None:
         """Ask each shared tier for the blocks whose presence is unknown.
 
-        A block is useless behind a gap. Therefore a probe ends at the first block that no tier can have.
+        A block is useless behind a gap. Therefore the probe of a tier ends at the first block that is neither
+        `reachable` nor of unknown presence in this tier.
         """
         for lane, unknown in self._unknown(keys, wait):
             gaps = np.flatnonzero(~(reachable | unknown))
@@ -307,7 +308,7 @@ class Promotion:
                 lane.probe(keys.take(wanted), self._stack.clock())
 
     def _unknown(self, keys: Keys, wait: TierWait) -> list[tuple[TierLane, Mask]]:
-        """Return, for each usable shared tier, a mask of the blocks that only a probe can find."""
+        """Return, for each usable shared tier, a mask of the blocks whose presence needs a probe."""
         now = self._stack.clock()
         return [
             (lane, lane.tier.unknown(keys, wait.records[lane.row]))

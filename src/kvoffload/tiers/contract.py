@@ -198,8 +198,9 @@ class SharedTier(SecondaryTier):
 
     @abstractmethod
     def unknown(self, keys: Keys, request: object | None = None) -> Mask:
-        """Return a mask of the blocks that have no entry in the presence cache, and therefore need a probe.
+        """Return a mask of the blocks that a probe should ask for: they have no entry in the presence cache.
 
+        The mask is False for blocks that the tier cannot ask for, for example while the server is down.
         Does no I/O. Cost: one lookup in the presence cache per key.
         """
 

@@ -56,11 +56,12 @@ class GuardedTier(SharedTier, GroupedTier):
     - If a call raises, the call's blocks are misses, and no job begins (`NO_JOB`). A result that breaks the
       contract of tiers, such as a mask of the wrong length, counts as an exception.
     - After three consecutive failures of one method the guard does not call the tier for 1 s. Each further
-      failure of the method doubles the pause, up to 60 s; a success of the method ends this. During a pause,
-      the results of jobs in flight are still collected.
+      failure of the method doubles the pause, up to 60 s; a success of the method resets the pause. During a
+      pause, the results of jobs in flight are still collected.
     - If `finished` raises, results may be lost. The guard waits 10 s for the jobs in flight. If some have not
-      ended by then, the guard closes the tier for good and reports them as failed. If `close` raises, too,
-      the jobs keep their rows until `close` succeeds; `finished` repeats `close`, after pauses of 1 to 60 s.
+      ended by then, the guard closes the tier for good and reports all unfinished jobs as failed. If `close`
+      raises, too, the jobs keep their rows, and end only when `close` succeeds; `finished` repeats `close`,
+      after pauses of 1 to 60 s.
     - If `submit_read`, `submit_write` or `submit_probe` returns something else than a new job number, the
       guard closes the tier in the same way, but without the wait.
     - If `clear` raises, the tier may still have blocks from before the reset. The guard then repeats `clear`,

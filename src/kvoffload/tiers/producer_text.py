@@ -45,7 +45,10 @@ class Difference(NamedTuple):
 
 
 def check_producer_text(field: str, text: object) -> str:
-    """Return `text`, which must identify a producer. Raises `ConfigError` if it is empty or no Unicode."""
+    """Return `text`, which must identify a producer.
+
+    Raises: `ConfigError` if `text` is empty or is not valid Unicode.
+    """
     with contextlib.suppress(UnicodeEncodeError):
         if isinstance(text, str) and text.encode():
             return text

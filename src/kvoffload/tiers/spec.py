@@ -241,7 +241,7 @@ def redacted(value: object) -> object:
 
 
 def parse_tiers(field: str, value: object) -> tuple[TierOptions, ...]:
-    """Parse the descriptions of several tiers, from the fastest to the slowest. Raises `ConfigError`."""
+    """Parse the descriptions of tiers, a list or a text, fastest tier first. Raises `ConfigError`."""
     if value == NO_TIERS:
         return ()
     if isinstance(value, str):

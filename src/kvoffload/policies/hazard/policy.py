@@ -317,7 +317,7 @@ def _list(own: State, block_class: int, slot: int) -> None:
 
 @Hazard.compiled
 def expect(own: State, path: Path) -> None:
-    """Stop sampling the ages of blocks that a waiting request expects: their reuse needs no prediction.
+    """Stop the aging of blocks that a waiting request expects, because their reuse needs no prediction.
 
     If the simulated LRU holds these blocks, they become its most recent blocks.
     """

@@ -66,8 +66,9 @@ _MAX_REFUSED = 1 << 16
 
 _NO_GENERATIONS = np.empty(0, np.uint64)
 _LATEST_NS = MAX_NUMBER - (1 << 60)
-"""When a tier is opened, its generations go on from the present time in nanoseconds since 1970, but at most
-from this limit. The limit leaves 2^60 generations even if the clock is centuries ahead."""
+"""A tier that is opened continues its generations at the present time in nanoseconds since 1970, or at the
+next generation if this is greater. This constant limits the time, so that 2^60 generations are left even if
+the clock is centuries ahead."""
 _MOST_THREADS = 1024
 _MEMORY_PER_BLOCK = 210
 
@@ -527,7 +528,7 @@ class DiskTier(ManagedTier):
         self._forget(plan.slots[bad])
 
     def _may_retry(self, job: Job, row: int) -> bool:
-        """Return True to keep a block: the system refuses its read, but for less than `REFUSED_READS_S`."""
+        """Return True to keep a block whose reads the system has refused for less than `REFUSED_READS_S`."""
         generation = int(job.generations[row])
         if job.outcomes[row] != REFUSED:
             self._refused.pop(generation, None)

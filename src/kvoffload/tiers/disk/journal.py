@@ -112,7 +112,10 @@ class Journal:
 
 
 def write_checkpoint(slab: Slab, layout: Layout, epoch: int, contents: Contents) -> None:
-    """Write `contents` durably as the checkpoint of `epoch`, where `layout` has this checkpoint."""
+    """Write `contents` as the durable checkpoint of `epoch`, at the checkpoint's offset in `layout`.
+
+    Raises: `OSError` if this fails.
+    """
     slab_id = slab.identity.slab_id
     start, slots = layout.checkpoint_offset(epoch), contents.slots()
     memory = aligned(layout.checkpoint_group_bytes)

@@ -145,8 +145,8 @@ class SingleEpoch(Epoch):
     Attributes:
         namespace: letters, digits, and ``._-``. An access rule can restrict a user to a namespace.
         producer: 16 bytes that identify the producer of the blocks.
-        number: 64 random bits, never reused. If the server loses the number, it can never find the blocks of
-            this epoch again.
+        number: 64 random bits, never reused. If the server loses the number, the blocks of this epoch are
+            never found again.
     """
 
     namespace: str

@@ -78,7 +78,8 @@ class SharedTierOptions(TierOptions):
         time, returns a tier that is empty until the server replies. If the owner has no `on_unavailable`,
         waits up to `start_s` and then raises `UnavailableError`.
 
-        Raises: `ConfigError` for an invalid option, or if the server permanently refuses the login.
+        Raises: `ConfigError` for an invalid option, or for a permanent error of the server (`refusal`), such
+            as a refused login.
         """
         if owner.block_bytes == 0:
             why = "a replay without data has no bytes to store; use simulated:CAPACITY"

@@ -63,9 +63,9 @@ class Resp:
     """Client side of RESP2, the protocol of Redis and Valkey servers. Implements `Dialect`.
 
     Attributes:
-        window_bytes: most bytes of blocks in a window. A window is the blocks whose commands are sent as one
-            pipeline. A write reads all replies to a window before it sends the next window. A read requests
-            the next window before it receives the present one.
+        window_bytes: largest size of a window's blocks, in bytes. A window is the blocks whose commands are
+            sent as one pipeline. A write reads all replies to a window before it sends the next window. A
+            read requests the next window before it receives the present one.
         most_at_once: largest number of blocks that the client receives together.
     """
 
