@@ -97,7 +97,9 @@ class Setting:
     def step(self) -> dict[int, Any]:
         """End a step; its offers are in `manager.offered`."""
         self.manager.offered.clear()
-        jobs: dict[int, Any] = self.side._build_store_jobs(SimpleNamespace(num_scheduled_tokens={}))
+        jobs: dict[int, Any] = self.side._build_store_jobs(
+            SimpleNamespace(num_scheduled_tokens={}, finished_req_ids=set())
+        )
         return jobs
 
 
